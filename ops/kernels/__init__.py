@@ -1,0 +1,1 @@
+"""Kernels behind the ops: one launcher each, numba for the CPU and Triton for GPUs."""

@@ -1,0 +1,147 @@
+"""Layouts of a verify mask and the size formulas that everything else calls."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import SymInt, Tensor
+
+__all__ = [
+    "TreeMaskMode",
+    "live_mask_numel",
+    "mask_dtype",
+    "mask_storage",
+    "packed_row_bytes",
+    "request_offsets",
+    "tree_mask_numel",
+    "tree_mode",
+]
+
+MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+class TreeMaskMode(IntEnum):
+    """How the cells of a verify mask are laid out; n is the number of draft tokens.
+
+    A cell (i, j) of a request is 1 when node i may attend column j.
+    """
+
+    FULL_MASK = 0
+    """Ragged and flat: per request n rows of L prefix columns followed by n tree columns."""
+    QLEN_ONLY = 1
+    """Only the n x n tree block of each request, one byte a cell."""
+    QLEN_ONLY_BITPACKING = 2
+    """Only the tree block, each row one little-endian bit string stored as uint8."""
+
+
+def tree_mode(tree_mask_mode: int) -> TreeMaskMode:
+    """Return `tree_mask_mode` as a `TreeMaskMode`, or raise ValueError naming what came."""
+    if isinstance(tree_mask_mode, int) and not isinstance(tree_mask_mode, bool):
+        try:
+            return TreeMaskMode(tree_mask_mode)
+        except ValueError:
+            pass
+    known = ", ".join(f"{m.name} ({m.value})" for m in TreeMaskMode)
+    raise ValueError(f"tree_mask_mode must be one of {known}, got {tree_mask_mode!r}")
+
+
+def tree_mask_numel(
+    mode: int,
+    bs: int | SymInt,
+    num_draft_tokens: int | SymInt,
+    max_context_len: int | SymInt,
+) -> int | SymInt:
+    """Count the cells of a mask of capacity (bs, num_draft_tokens, max_context_len).
+
+    FULL_MASK holds `bs * n * (max_context_len + n)` cells and QLEN_ONLY `bs * n * n`.
+
+    Raises:
+        NotImplementedError: for QLEN_ONLY_BITPACKING, whose cells are bits: `mask_storage` gives
+            the bytes of its buffer.
+    """
+    mode = tree_mode(mode)
+    if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
+        raise NotImplementedError(
+            "tree_mask_numel counts cells and a QLEN_ONLY_BITPACKING cell is a bit: "
+            "use mask_storage for the size of its buffer"
+        )
+    context = max_context_len if mode is TreeMaskMode.FULL_MASK else 0
+    return bs * num_draft_tokens * (context + num_draft_tokens)
+
+
+def packed_row_bytes(num_draft_tokens: int | SymInt) -> int | SymInt:
+    """Bytes of one packed row: 1, 2 and 4 up to n = 8, 16 and 32, then whole 64-bit words.
+
+    A symbolic n is guarded on at 8, 16 and 32.
+    """
+    for limit, row_bytes in ((8, 1), (16, 2), (32, 4)):
+        if num_draft_tokens <= limit:
+            return row_bytes
+    return 8 * ((num_draft_tokens + 63) // 64)
+
+
+def mask_dtype(mode: int, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a mask buffer: bool unless asked otherwise, always uint8 when packed.
+
+    Raises:
+        ValueError: when `dtype` cannot hold the mode.
+    """
+    if tree_mode(mode) is TreeMaskMode.QLEN_ONLY_BITPACKING:
+        if dtype not in (None, torch.uint8):
+            raise ValueError(f"dtype must be torch.uint8 for QLEN_ONLY_BITPACKING, got {dtype}")
+        return torch.uint8
+    if dtype is None:
+        return torch.bool
+    if dtype not in MASK_DTYPES:
+        raise ValueError(f"dtype must be torch.bool or torch.uint8, got {dtype}")
+    return dtype
+
+
+def mask_storage(
+    mode: int,
+    bs: int | SymInt,
+    num_draft_tokens: int | SymInt,
+    max_context_len: int | SymInt,
+    dtype: torch.dtype | None = None,
+) -> tuple[int | SymInt, torch.dtype]:
+    """Return (numel, dtype) of the 1-D buffer of a mask of that capacity, in every mode."""
+    dtype = mask_dtype(mode, dtype)
+    if tree_mode(mode) is TreeMaskMode.QLEN_ONLY_BITPACKING:
+        return bs * num_draft_tokens * packed_row_bytes(num_draft_tokens), dtype
+    return tree_mask_numel(mode, bs, num_draft_tokens, max_context_len), dtype
+
+
+def live_mask_numel(
+    mode: int,
+    bs: int | SymInt,
+    num_draft_tokens: int | SymInt,
+    sum_seq_lens: int | SymInt = 0,
+) -> int | SymInt:
+    """Count the elements that a batch with `sum_seq_lens` committed tokens in all occupies.
+
+    FULL_MASK: `n * sum(seq_lens) + bs * n * n`. With `sum_seq_lens` left at 0 it is the smallest
+    buffer that a batch of any lengths needs.
+    """
+    block, _ = mask_storage(mode, bs, num_draft_tokens, 0)
+    if tree_mode(mode) is TreeMaskMode.FULL_MASK:
+        return num_draft_tokens * sum_seq_lens + block
+    return block
+
+
+def request_offsets(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
+    """Where each request's rows begin in a FULL_MASK buffer.
+
+    Args:
+        seq_lens: (B,) int64, committed length L of each request.
+        num_draft_tokens: n, root included.
+
+    Returns:
+        (B + 1,) int64: entry b is `sum over c < b of n * (L_c + n)`; the last is the live size.
+    """
+    offsets = seq_lens.new_zeros(seq_lens.shape[0] + 1)
+    torch.cumsum((seq_lens + num_draft_tokens) * num_draft_tokens, 0, out=offsets[1:])
+    return offsets
