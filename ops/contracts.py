@@ -67,7 +67,7 @@ class MaskReader(NamedTuple):
             return self.reads
         try:
             return MaskRead(self.reads(**constants))
-        except Exception:  # noqa: BLE001 - whatever it raises, the safe answer is known
+        except Exception:
             return MaskRead.FULL
 
 

@@ -44,5 +44,5 @@ def register_op(
             library.impl(name, kernel, key)
         torch.library.register_fake(qualified, fake, lib=library)
         _libraries.append(library)
-    packet = getattr(getattr(torch.ops, NAMESPACE), name)
+    packet: torch._ops.OpOverloadPacket = getattr(getattr(torch.ops, NAMESPACE), name)
     return packet.default

@@ -84,7 +84,12 @@ def alloc_verify_mask(
     Raises:
         ValueError: for a negative size, an unknown mode, or a dtype that the mode cannot have.
     """
-    return _OP(
-        bs, num_draft_tokens, max_context_len, tree_mask_mode, dtype=dtype,
+    mask: Tensor = _OP(
+        bs,
+        num_draft_tokens,
+        max_context_len,
+        tree_mask_mode,
+        dtype=dtype,
         device=None if device is None else torch.device(device),
-    )  # fmt: skip
+    )
+    return mask

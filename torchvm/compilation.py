@@ -1,0 +1,204 @@
+"""torch.compile with mask layouts derived from the graph: a backend, or options for Inductor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.backends.registry import register_backend
+
+from torchvm.passes.base import ChainedPasses, MaskPass, MaskPipeline
+from torchvm.passes.compact_tree_block_readers import CompactTreeBlockReaders
+from torchvm.passes.elide_unread_masks import ElideUnreadMasks
+from torchvm.report_cache import load_reports, report_key, save_reports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.fx import Graph, GraphModule
+
+    from torchvm.passes.report import MaskReport
+
+__all__ = [
+    "PASSES",
+    "clear_reports",
+    "inductor_options",
+    "reports",
+    "torchvm_backend",
+]
+
+PASSES: tuple[type[MaskPass], ...] = (ElideUnreadMasks, CompactTreeBlockReaders)
+"""Every mask pass, in the order in which they try a mask."""
+
+_HOOK = "joint_custom_pre_pass"
+_OWN_OPTIONS = ("inner", "passes")
+_reports: list[MaskReport] = []
+
+
+def reports() -> tuple[MaskReport, ...]:
+    """Return what happened to every mask compiled in this process, oldest first.
+
+    With `backend="torchvm"` a graph that comes out of a compile cache reports as it did when it
+    was compiled. With `inductor_options` alone nothing of torchvm runs on a cache hit.
+    """
+    return tuple(_reports)
+
+
+def clear_reports() -> None:
+    """Forget the reports so far."""
+    _reports.clear()
+
+
+def inductor_options(
+    *, passes: Sequence[str] | None = None, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Options that make Inductor lay masks out by the graph: `torch.compile(f, options=...)`.
+
+    Args:
+        passes: names of the passes to run, any of `ElideUnreadMasks` and
+            `CompactTreeBlockReaders`; all by default. Their order is fixed.
+        options: Inductor options of your own, kept. A `joint_custom_pre_pass` among them, or one
+            in Inductor's global config, runs before torchvm's.
+
+    Raises:
+        ValueError: when a name in `passes` is not that of a pass.
+    """
+    return _with_pipeline(MaskPipeline(_selected(passes), _reports.extend), options or {})
+
+
+def torchvm_backend(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph: the backend of `torch.compile(f, backend="torchvm")`.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        example_inputs: its (fake) inputs.
+        mode: an Inductor mode, as in `torch.compile(mode=...)`.
+        options: `inner` ("inductor", the default, or "aot_eager": the rewritten graph runs op by
+            op) and `passes` (names, see `inductor_options`) are torchvm's; any other goes to
+            Inductor.
+
+    Raises:
+        ValueError: for an unknown option, inner compiler or pass, or for Inductor options or a
+            mode with `inner="aot_eager"`.
+    """
+    rest = dict(options or {})
+    inner = rest.pop("inner", "inductor")
+    selected = _selected(rest.pop("passes", None))
+    if inner == "aot_eager":
+        _refuse_inductor_settings(mode, rest)
+        found: list[MaskReport] = []
+        compiled = _compile_aot_eager(gm, example_inputs, MaskPipeline(selected, found.extend))
+        _reports.extend(found)
+        return compiled
+    if inner != "inductor":
+        raise ValueError(f'option inner must be "inductor" or "aot_eager", got {inner!r}')
+    return _compile_inductor(gm, example_inputs, selected, mode, rest)
+
+
+def _selected(names: Sequence[str] | None) -> list[MaskPass]:
+    known = {p.__name__: p for p in PASSES}
+    if names is None:
+        return [p() for p in PASSES]
+    if isinstance(names, str) or any(name not in known for name in names):
+        raise ValueError(f"passes must be a list of names out of {list(known)}, got {names!r}")
+    return [p() for name, p in known.items() if name in names]
+
+
+def _with_pipeline(pipeline: MaskPipeline, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the pipeline behind the caller's own passes in the hook."""
+    from torch._inductor import config
+
+    theirs = options.get(_HOOK, getattr(config, _HOOK))
+    if not theirs:
+        return {**options, _HOOK: pipeline}
+    chain: list[Callable[[Graph], None]]
+    chain = list(theirs) if isinstance(theirs, list | tuple) else [theirs]
+    return {**options, _HOOK: ChainedPasses([*chain, pipeline])}
+
+
+def _refuse_inductor_settings(mode: str | None, options: Mapping[str, Any]) -> None:
+    if mode not in (None, "default"):
+        raise ValueError(f'mode must be left out with inner="aot_eager", got {mode!r}')
+    if options:
+        known = ", ".join(_OWN_OPTIONS)
+        raise ValueError(f'options must be {known} with inner="aot_eager", got {sorted(options)}')
+
+
+def _inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a mode and options for Inductor, refusing what it does not know."""
+    from torch._inductor import config, list_mode_options
+
+    known = config.get_config_copy()
+    settings = {name.replace("-", "_"): value for name, value in options.items()}
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(
+            f"options must be {', '.join(_OWN_OPTIONS)} or options of Inductor, got {unknown}"
+        )
+    if mode in (None, "default"):
+        return settings
+    return {**list_mode_options(mode), **settings}
+
+
+def _compile_inductor(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    selected: list[MaskPass],
+    mode: str | None,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    runs: list[list[MaskReport]] = []
+    pipeline = MaskPipeline(selected, runs.append)
+    settings = _with_pipeline(pipeline, _inductor_settings(mode, options))
+    key = report_key(gm, example_inputs, pipeline.uuid())
+    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=settings)
+    found = [report for run in runs for report in run]
+    if runs:
+        save_reports(key, found)
+    else:
+        stored = load_reports(key)
+        if stored is None:
+            # The artifact is cached and its reports are not: only compiling again tells.
+            with config.patch(force_disable_caches=True):
+                compiled = compile_fx(gm, example_inputs, config_patches=settings)
+            stored = [report for run in runs for report in run]
+            save_reports(key, stored)
+        found = stored
+    _reports.extend(found)
+    return compiled
+
+
+def _compile_aot_eager(
+    gm: GraphModule, example_inputs: list[Any], pipeline: MaskPipeline
+) -> Callable[..., Any]:
+    """Rewrite the functional graph and run it op by op."""
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+    def rewrite_then_run(graph_module: GraphModule, inputs: list[Any]) -> Any:
+        for module in reversed(list(graph_module.modules())):
+            if isinstance(module, torch.fx.GraphModule):
+                pipeline(module.graph)
+                module.recompile()
+        return boxed_nop(graph_module, inputs)
+
+    return aot_eager(gm, example_inputs, fw_compiler=rewrite_then_run)
+
+
+def _register_backend() -> None:
+    """Register the name where no installed entry point does so already."""
+    from importlib.metadata import entry_points
+
+    if not entry_points(group="torch_dynamo_backends", name="torchvm"):
+        register_backend(torchvm_backend, name="torchvm")
+
+
+_register_backend()
