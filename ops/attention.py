@@ -1,0 +1,243 @@
+"""torchvm::tree_attention: a portable reader of the verify mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchvm.ops.contracts import MaskRead, register_mask_reader
+from torchvm.ops.kernels import cpu_attention
+from torchvm.ops.layout import TreeMaskMode, live_mask_numel, mask_dtype, tree_mode
+from torchvm.ops.library import register_op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+__all__ = ["tree_attention"]
+
+_SCHEMA = (
+    "tree_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor page_table, "
+    "Tensor seq_lens, Tensor? tree_mask, int tree_mask_mode, bool is_causal_chain, float scale, "
+    "int sliding_window=0, float logit_cap=0.0) -> Tensor"
+)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _fake(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor | None,
+    tree_mask_mode: int,
+    is_causal_chain: bool,
+    scale: float,  # noqa: ARG001
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """Contiguous, of the query's shape and dtype; checks all that needs no data."""
+    _check_tensors(query, k_cache, v_cache, page_table, seq_lens)
+    _require(sliding_window >= 0, "sliding_window", ">= 0 (0 is no limit)", sliding_window)
+    _require(logit_cap >= 0, "logit_cap", ">= 0 (0 is no cap)", logit_cap)
+    mode = tree_mode(tree_mask_mode)
+    if not is_causal_chain:
+        _check_mask(tree_mask, mode, query.shape[0], query.shape[1], 0)
+    return query.new_empty(query.shape)
+
+
+def _cpu(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor | None,
+    tree_mask_mode: int,
+    is_causal_chain: bool,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+) -> Tensor:
+    _check_tensors(query, k_cache, v_cache, page_table, seq_lens)
+    _require(sliding_window >= 0, "sliding_window", ">= 0 (0 is no limit)", sliding_window)
+    _require(logit_cap >= 0, "logit_cap", ">= 0 (0 is no cap)", logit_cap)
+    mode = tree_mode(tree_mask_mode)
+    n = query.shape[1]
+    lengths = seq_lens.tolist()
+    _check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
+    blocks = None
+    if not is_causal_chain:
+        mask = _check_mask(tree_mask, mode, query.shape[0], n, sum(lengths))
+        blocks = cpu_attention.tree_blocks(mask, mode, seq_lens, n)
+    return cpu_attention.tree_attention(
+        query, k_cache, v_cache, page_table, seq_lens, blocks, scale, sliding_window, logit_cap
+    )
+
+
+def _cuda(*args: Any, **kwargs: Any) -> Tensor:
+    raise NotImplementedError("tree_attention has no CUDA kernel: give it CPU tensors")
+
+
+_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
+
+register_mask_reader(
+    "torchvm::tree_attention",
+    arg="tree_mask",
+    reads=lambda is_causal_chain, **_: (
+        MaskRead.NOTHING if is_causal_chain else MaskRead.TREE_BLOCK
+    ),
+    mode_arg="tree_mask_mode",
+    modes=tuple(TreeMaskMode),
+    causal_arg="is_causal_chain",
+)
+
+
+def tree_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor | None,
+    *,
+    tree_mask_mode: int,
+    is_causal_chain: bool,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """Attend the draft tokens of each request to its committed tokens and to their tree.
+
+    Node i of request b attends every position below L_b, and node j where the mask's tree block
+    says so. The prefix columns of a FULL_MASK are not read. Keys and values of the n draft tokens
+    already stand at positions L_b .. L_b + n - 1 of the caches, in node order.
+
+    Args:
+        query: (B, n, num_q_heads, head_dim) float32, float16 or bfloat16.
+        k_cache: (num_pages, page_size, num_kv_heads, head_dim), the query's dtype; num_q_heads is
+            a multiple of num_kv_heads.
+        v_cache: like `k_cache`.
+        page_table: (B, max_pages) int32; entry p of row b is the page that holds positions
+            p * page_size and on. Entries past position L_b + n - 1 are not looked at. A
+            contiguous cache is one page per request.
+        seq_lens: (B,) int64 (int32 is converted), L of each request, draft tokens not counted.
+        tree_mask: 1-D bool or uint8 in the layout `tree_mask_mode`; not looked at, and may be
+            None, when `is_causal_chain`.
+        tree_mask_mode: a `TreeMaskMode`.
+        is_causal_chain: node i attends nodes 0 .. i.
+        scale: factor on query times key.
+        sliding_window: a node attends only what lies less than this many positions before it;
+            a node's position is L_b + its depth, the number of cells set in its row less one.
+            0 is no limit.
+        logit_cap: c > 0 replaces a scaled score s by c * tanh(s / c).
+
+    Returns:
+        Like `query`, contiguous. Sums run in float32 and are rounded once. A node that attends
+        nothing gets zeros.
+
+    Raises:
+        ValueError: for a shape, dtype or size that does not fit, or a page id out of range.
+        NotImplementedError: for CUDA tensors.
+    """
+    if seq_lens.dtype == torch.int32:
+        seq_lens = seq_lens.long()
+    out: Tensor = _OP(
+        query, k_cache, v_cache, page_table, seq_lens, tree_mask, int(tree_mask_mode),
+        is_causal_chain, scale, sliding_window, logit_cap,
+    )  # fmt: skip
+    return out
+
+
+def _require(holds: bool | torch.SymBool, name: str, expected: str, got: object) -> None:
+    """Raise ValueError unless `holds`, which may be symbolic."""
+    if holds is not True:
+        torch._check_value(holds, lambda: f"{name} must be {expected}, got {got}")
+
+
+def _check_tensors(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor
+) -> None:
+    """Check dtypes and shapes, which the fake knows too."""
+    _require(query.dim() == 4, "query", "4-D (B, n, num_q_heads, head_dim)", list(query.shape))
+    _require(query.dtype in _DTYPES, "query", f"one of {_names(_DTYPES)}", query.dtype)
+    batch, n, num_q_heads, head_dim = query.shape
+    _require(n >= 1, "query", "of at least one draft token", list(query.shape))
+    _require(
+        k_cache.dim() == 4, "k_cache", "4-D (num_pages, page_size, num_kv_heads, head_dim)",
+        list(k_cache.shape),
+    )  # fmt: skip
+    _require(
+        v_cache.shape == k_cache.shape, "v_cache", f"of k_cache's shape {list(k_cache.shape)}",
+        list(v_cache.shape),
+    )  # fmt: skip
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _require(cache.dtype == query.dtype, name, f"of query's dtype {query.dtype}", cache.dtype)
+    num_kv_heads, width = k_cache.shape[2:]
+    _require(width == head_dim, "k_cache", f"of query's head_dim {head_dim}", list(k_cache.shape))
+    _require(
+        num_kv_heads >= 1 and num_q_heads % num_kv_heads == 0,
+        "query", f"of a multiple of k_cache's {num_kv_heads} heads", list(query.shape),
+    )  # fmt: skip
+    _require(k_cache.shape[1] >= 1, "k_cache", "of page_size >= 1", list(k_cache.shape))
+    for name, tensor, dtype, dims in (
+        ("page_table", page_table, torch.int32, 2),
+        ("seq_lens", seq_lens, torch.int64, 1),
+    ):
+        _require(tensor.dtype == dtype, name, f"{dtype}", tensor.dtype)
+        _require(
+            tensor.dim() == dims and tensor.shape[0] == batch,
+            name, f"{dims}-D with query's {batch} rows", list(tensor.shape),
+        )  # fmt: skip
+
+
+def _check_mask(
+    tree_mask: Tensor | None,
+    mode: TreeMaskMode,
+    batch: int,
+    n: int,
+    sum_seq_lens: int,
+) -> Tensor:
+    """Check the mask against a batch of so many committed tokens; 0 is the least of any batch."""
+    if tree_mask is None:
+        raise ValueError("tree_mask must be a tensor unless is_causal_chain, got None")
+    try:
+        mask_dtype(mode, tree_mask.dtype)
+    except ValueError:
+        known = "torch.uint8" if mask_dtype(mode, None) is torch.uint8 else "bool or uint8"
+        raise ValueError(
+            f"tree_mask must be {known} for {mode.name}, got {tree_mask.dtype}"
+        ) from None
+    _require(tree_mask.dim() == 1, "tree_mask", "1-D", list(tree_mask.shape))
+    least = live_mask_numel(mode, batch, n, sum_seq_lens)
+    _require(
+        tree_mask.numel() >= least,
+        "tree_mask", f"of at least {least} elements for {mode.name}", tree_mask.numel(),
+    )  # fmt: skip
+    return tree_mask
+
+
+def _check_pages(
+    page_table: Tensor, lengths: list[int], n: int, num_pages: int, page_size: int
+) -> None:
+    """Check that every position that will be read lies in a page that exists."""
+    _require(min(lengths, default=0) >= 0, "seq_lens", ">= 0", lengths)
+    counts = [(length + n + page_size - 1) // page_size for length in lengths]
+    most, held = max(counts, default=0), page_table.shape[1]
+    _require(
+        most <= held,
+        "page_table", f"of at least {most} columns for {lengths} committed and {n} draft tokens "
+        f"in pages of {page_size}", held,
+    )  # fmt: skip
+    used = torch.arange(held) < torch.tensor(counts).unsqueeze(1)
+    strays = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
+    _require(
+        strays.numel() == 0, "page_table", f"of page ids in [0, {num_pages})", strays.tolist()
+    )
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)

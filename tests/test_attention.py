@@ -1,0 +1,354 @@
+"""torchvm::tree_attention against a float64 dense reference, in every mode and cache layout."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchvm.ops import attention
+from torchvm.ops.attention import tree_attention
+from torchvm.ops.contracts import MaskRead, mask_readers
+from torchvm.ops.kernels import cpu_attention
+from torchvm.ops.layout import TreeMaskMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FULL, QLEN, PACKED = TreeMaskMode
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+SCALE = HEAD_DIM**-0.5
+
+
+class Case(NamedTuple):
+    """One batch: the op's tensors and, per request, what a reference needs."""
+
+    query: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    trees: torch.Tensor
+
+
+def random_trees(batch: int, n: int, generator: torch.Generator) -> torch.Tensor:
+    """Tree blocks (B, n, n) bool of random parents, each with an unlinked last node."""
+    trees = torch.zeros(batch, n, n, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(n):
+            if 0 < i < n - 1:
+                parent = int(torch.randint(0, i, (1,), generator=generator))
+                trees[b, i] = trees[b, parent]
+            trees[b, i, i] = trees[b, i, 0] = True
+    return trees
+
+
+def make_case(
+    lengths: list[int],
+    n: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    page_size: int | None = None,
+    seed: int = 0,
+) -> Case:
+    """Random tensors; pages, when asked for, are shuffled and unused ones are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, longest = len(lengths), max(lengths) + n
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    query = normal(batch, n, HEADS, HEAD_DIM) * 2
+    keys = [normal(length + n, KV_HEADS, HEAD_DIM) for length in lengths]
+    values = [normal(length + n, KV_HEADS, HEAD_DIM) for length in lengths]
+    page_size = page_size or longest + 3
+    columns = -(-longest // page_size)
+    num_pages = batch * columns + 2
+    caches = [torch.full((num_pages, page_size, KV_HEADS, HEAD_DIM), math.nan) for _ in "kv"]
+    caches = [cache.to(dtype) for cache in caches]
+    order = torch.randperm(num_pages, generator=generator)
+    table = torch.full((batch, columns + 1), -7, dtype=torch.int32)
+    for b in range(batch):
+        for p in range(-(-len(keys[b]) // page_size)):
+            page = int(order[b * columns + p])
+            table[b, p] = page
+            for cache, rows in zip(caches, (keys[b], values[b]), strict=True):
+                piece = rows[p * page_size : (p + 1) * page_size]
+                cache[page, : len(piece)] = piece
+    trees = random_trees(batch, n, generator)
+    seq_lens = torch.tensor(lengths, dtype=torch.int64)
+    return Case(query, caches[0], caches[1], table, seq_lens, keys, values, trees)
+
+
+def write_mask(case: Case, mode: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    """The batch's mask by plain loops; prefix cells and spare cells are garbage."""
+    cells: list[int] = []
+    n = case.trees.shape[1]
+    for length, tree in zip(case.seq_lens.tolist(), case.trees.tolist(), strict=True):
+        for row in tree:
+            if mode == FULL:
+                cells += [c % 3 == 1 for c in range(length)]
+            if mode == PACKED:
+                width = 8 if n <= 8 else 16 if n <= 16 else 32 if n <= 32 else -(-n // 64) * 64
+                bits = sum(int(cell) << j for j, cell in enumerate(row))
+                cells += bits.to_bytes(width // 8, "little")
+            else:
+                cells += row
+    return torch.tensor([*cells, 1, 0, 1], dtype=torch.uint8 if mode == PACKED else dtype)
+
+
+def dense(
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float64,
+    window: int = 0,
+    cap: float = 0.0,
+    trees: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over an explicit (n, L + n) mask per request, all of it in `dtype`."""
+    outs = []
+    for b, length in enumerate(case.seq_lens.tolist()):
+        tree = (case.trees if trees is None else trees)[b]
+        n = len(tree)
+        visible = torch.cat([torch.ones(n, length, dtype=torch.bool), tree], 1)
+        node_positions = length + tree.sum(1) - 1
+        if window:
+            positions = torch.cat([torch.arange(length), node_positions])
+            visible = visible & (node_positions[:, None] - positions < window)
+        group = HEADS // KV_HEADS
+        keys = case.keys[b].to(dtype).repeat_interleave(group, 1)
+        values = case.values[b].to(dtype).repeat_interleave(group, 1)
+        scores = torch.einsum("ihd,jhd->hij", case.query[b].to(dtype), keys) * SCALE
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        outs.append(torch.einsum("hij,jhd->ihd", weights, values))
+    return torch.stack(outs)
+
+
+def run(case: Case, mask: torch.Tensor | None, mode: int, **options: Any) -> torch.Tensor:
+    options = {"is_causal_chain": False, "scale": SCALE} | options
+    return tree_attention(*case[:5], mask, tree_mask_mode=mode, **options)
+
+
+@pytest.mark.parametrize("page_size", [None, 16], ids=["contiguous", "paged"])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (1, 0.0), (300, 4.0), (0, 2.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_error_is_at_most_that_of_dense_attention_in_the_same_dtype(
+    dtype: torch.dtype, window: int, cap: float, page_size: int | None
+) -> None:
+    case = make_case([0, 37, 1, 16, 200], 9, dtype=dtype, page_size=page_size)
+    exact = dense(case, window=window, cap=cap)
+    bound = (dense(case, dtype=dtype, window=window, cap=cap).double() - exact).abs().max()
+    out = run(case, write_mask(case, FULL), FULL, sliding_window=window, logit_cap=cap)
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    error = (out.double() - exact).abs().max()
+    assert error <= bound * (2 if dtype == torch.float32 else 1), (error, bound)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 9, 17, 33, 65])
+def test_every_mode_and_mask_dtype_gives_the_same_bits(n: int) -> None:
+    case = make_case([5, 0, 12], n, seed=n)
+    expected = run(case, write_mask(case, FULL), FULL)
+    torch.testing.assert_close(expected.double(), dense(case), atol=1e-5, rtol=0)
+    for mode, dtype in ((FULL, torch.uint8), (QLEN, torch.bool), (QLEN, torch.uint8)):
+        assert torch.equal(run(case, write_mask(case, mode, dtype), mode), expected)
+    assert torch.equal(run(case, write_mask(case, PACKED), PACKED), expected)
+
+
+@pytest.mark.parametrize("window", [0, 4500])
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_contexts_longer_than_one_slice(window: int, page_size: int | None) -> None:
+    case = make_case([cpu_attention._MAX_SLICE * 2 + 5, 3], 3, page_size=page_size)
+    out = run(case, write_mask(case, QLEN), QLEN, sliding_window=window)
+    torch.testing.assert_close(out.double(), dense(case, window=window), atol=1e-5, rtol=0)
+
+
+def test_scores_are_summed_over_slices_that_differ_by_a_lot() -> None:
+    """The running maximum must rescale what earlier slices gave, in both directions."""
+    for factor in (1e-3, 1e3):
+        case = make_case([cpu_attention._MAX_SLICE + 50], 2)
+        case.k_cache[..., : cpu_attention._MAX_SLICE, :, :] *= factor
+        case.keys[0][: cpu_attention._MAX_SLICE] *= factor
+        out = run(case, write_mask(case, QLEN), QLEN)
+        torch.testing.assert_close(out.double(), dense(case), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_chain_needs_no_mask(window: int) -> None:
+    case = make_case([4, 0], 6)
+    chain = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+    expected = dense(case, trees=chain, window=window)
+    options = {"is_causal_chain": True, "sliding_window": window}
+    out = run(case, None, FULL, **options)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+    for mask in (torch.zeros(0, dtype=torch.bool), torch.ones(2, 2)):
+        assert torch.equal(run(case, mask, FULL, **options), out)
+
+
+def test_a_row_that_sees_nothing_gives_zeros() -> None:
+    case = make_case([0, 3], 2)
+    case.trees[:, 1] = False
+    out = run(case, write_mask(case, QLEN), QLEN)
+    assert torch.equal(out[0, 1], torch.zeros(HEADS, HEAD_DIM))
+    assert out[0, 0].abs().min() > 0
+    assert out[1].isfinite().all()
+    assert out[1, 1].abs().min() > 0
+
+
+def test_scratch_does_not_grow_with_the_context() -> None:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor) and not func.is_view:
+                self.numel = max(self.numel, out.numel())
+            return out
+
+    length, n = 200_000, 4
+    query = torch.randn(1, n, 1, 2)
+    cache = torch.randn(1, length + n, 1, 2)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([length])
+    blocks = torch.ones(1, n, n, dtype=torch.bool).tril()
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        cpu_attention.tree_attention(query, cache, cache, table, lengths, blocks, 1.0, 0, 0.0)
+    assert 0 < largest.numel <= cpu_attention._MAX_SLICE * n
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mode", list(TreeMaskMode))
+@pytest.mark.parametrize("lengths", [[3, 0], [2], []])
+def test_opcheck(lengths: list[int], mode: TreeMaskMode, causal: bool) -> None:
+    case = make_case(lengths or [1], 3, page_size=2)
+    count = len(lengths)
+    mask = write_mask(case, mode)
+    args = (
+        case.query[:count],
+        case.k_cache,
+        case.v_cache,
+        case.page_table[:count],
+        case.seq_lens[:count],
+        None if causal and mode == QLEN else mask,
+        int(mode), causal, SCALE, 2, 1.5,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.torchvm.tree_attention.default, args)
+
+
+def test_opcheck_on_strided_inputs() -> None:
+    case = make_case([3, 0], 3)
+    args = (
+        case.query.transpose(1, 2).contiguous().transpose(1, 2),
+        case.k_cache.transpose(1, 2).contiguous().transpose(1, 2),
+        case.v_cache.flip(0).flip(0)[::1],
+        torch.stack([case.page_table, case.page_table], -1)[..., 0],
+        torch.stack([case.seq_lens, case.seq_lens], -1)[..., 0],
+        torch.stack([write_mask(case, FULL)] * 2, -1)[..., 0],
+        int(FULL), False, SCALE,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.torchvm.tree_attention.default, args)
+    expected = run(case, write_mask(case, FULL), FULL)
+    assert torch.equal(torch.ops.torchvm.tree_attention(*args), expected)
+
+
+def test_one_compile_serves_every_size() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def attend(case: Case, mask: torch.Tensor) -> torch.Tensor:
+        tensors = (case.query, case.k_cache, case.v_cache, case.page_table, case.seq_lens)
+        out: torch.Tensor = torch.ops.torchvm.tree_attention(
+            *tensors, mask, int(QLEN), False, SCALE
+        )
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
+    # No two sizes of the first batch are equal, or they would be taken for the same symbol.
+    for lengths, n in (([3, 9, 40], 9), ([2, 8, 5, 4, 0], 7), ([20] * 4, 11)):
+        case = make_case(lengths, n, page_size=4)
+        mask = write_mask(case, QLEN)
+        assert torch.equal(compiled(case, mask), attend(case, mask))
+    assert len(graphs) == 1
+
+
+def test_contract_says_what_is_read() -> None:
+    (reader,) = mask_readers("torchvm::tree_attention")
+    assert (reader.arg, reader.mode_arg, reader.causal_arg) == (
+        "tree_mask", "tree_mask_mode", "is_causal_chain",
+    )  # fmt: skip
+    assert reader.modes == frozenset(TreeMaskMode)
+    constants = {"tree_mask_mode": 0, "scale": 1.0, "sliding_window": 0, "logit_cap": 0.0}
+    assert reader.read(constants | {"is_causal_chain": True}) is MaskRead.NOTHING
+    assert reader.read(constants | {"is_causal_chain": False}) is MaskRead.TREE_BLOCK
+
+
+def _with(case: Case, **changes: Any) -> Case:
+    return case._replace(**changes)
+
+
+ERRORS: list[tuple[Callable[[Case], Case], dict[str, Any], str]] = [
+    (lambda c: _with(c, query=c.query[0]), {}, "query must be 4-D"),
+    (lambda c: _with(c, query=c.query.double()), {}, "query must be one of float32, float16"),
+    (lambda c: _with(c, query=c.query[:, :0]), {}, "query must be of at least one draft token"),
+    (lambda c: _with(c, query=c.query[..., :3]), {}, "k_cache must be of query's head_dim 3"),
+    (lambda c: _with(c, query=c.query[:, :, :5]), {}, "multiple of k_cache's 2 heads"),
+    (lambda c: _with(c, k_cache=c.k_cache[0]), {}, "k_cache must be 4-D"),
+    (lambda c: _with(c, v_cache=c.v_cache[:1]), {}, "v_cache must be of k_cache's shape"),
+    (lambda c: _with(c, v_cache=c.v_cache.half()), {}, "v_cache must be of query's dtype"),
+    (lambda c: _with(c, page_table=c.page_table.long()), {}, "page_table must be torch.int32"),
+    (lambda c: _with(c, page_table=c.page_table[:1]), {}, "page_table must be 2-D with"),
+    (lambda c: _with(c, page_table=c.page_table[:, :1]), {}, "page_table must be of at least 4"),
+    (lambda c: _with(c, page_table=c.page_table - 1), {}, r"page ids in \[0, 10\), got \[-1\]"),
+    (lambda c: _with(c, page_table=c.page_table + 1), {}, r"page ids in \[0, 10\), got \[10\]"),
+    (lambda c: _with(c, seq_lens=c.seq_lens.float()), {}, "seq_lens must be torch.int64"),
+    (lambda c: _with(c, seq_lens=c.seq_lens - 5), {}, r"seq_lens must be >= 0, got \[0, -2\]"),
+    (lambda c: c, {"sliding_window": -1}, "sliding_window must be >= 0"),
+    (lambda c: c, {"logit_cap": -1.0}, "logit_cap must be >= 0"),
+    (lambda c: c, {"mode": 7}, "tree_mask_mode must be one of"),
+    (lambda c: c, {"mask": None}, "tree_mask must be a tensor unless is_causal_chain"),
+    (lambda c: c, {"mask": torch.ones(99)}, "tree_mask must be bool or uint8 for FULL_MASK"),
+    (lambda c: c, {"mask": torch.ones(9, 9) > 0}, "tree_mask must be 1-D"),
+    (lambda c: c, {"mask": torch.ones(41) > 0}, "of at least 42 elements for FULL_MASK, got 41"),
+    (lambda c: c, {"mask": torch.ones(17) > 0, "mode": 1}, "at least 18 elements for QLEN_ONLY"),
+    (lambda c: c, {"mask": torch.ones(99) > 0, "mode": 2}, "uint8 for QLEN_ONLY_BITPACKING"),
+    (lambda c: c, {"mask": torch.ones(5).byte(), "mode": 2}, "at least 6 elements"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), ERRORS)
+def test_errors_say_what_was_expected_and_what_came(
+    change: Callable[[Case], Case], options: dict[str, Any], message: str
+) -> None:
+    # Page ids 0..9; those in use cover 0 and 9, so shifting them by one leaves the range.
+    case = make_case([5, 3], 3, page_size=2, seed=1)
+    arguments: dict[str, Any] = {"mask": write_mask(case, FULL), "mode": int(FULL)} | options
+    with pytest.raises(ValueError, match=message):
+        run(change(case), **arguments)
+
+
+def test_int32_lengths_are_converted_by_the_function_and_refused_by_the_op() -> None:
+    case = make_case([5, 3], 3)
+    mask = write_mask(case, FULL)
+    narrow = _with(case, seq_lens=case.seq_lens.int())
+    assert torch.equal(run(narrow, mask, FULL), run(case, mask, FULL))
+    with pytest.raises(ValueError, match=r"seq_lens must be torch\.int64, got torch\.int32"):
+        torch.ops.torchvm.tree_attention(*narrow[:5], mask, int(FULL), False, SCALE)
+
+
+def test_cuda_is_refused_with_a_reason() -> None:
+    op = "torchvm::tree_attention"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
+    with pytest.raises(NotImplementedError, match="no CUDA kernel"):
+        attention._cuda()
