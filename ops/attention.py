@@ -232,11 +232,16 @@ def _check_pages(
         "page_table", f"of at least {most} columns for {lengths} committed and {n} draft tokens "
         f"in pages of {page_size}", held,
     )  # fmt: skip
-    used = torch.arange(held) < torch.tensor(counts).unsqueeze(1)
-    strays = page_table[used & ((page_table < 0) | (page_table >= num_pages))]
-    _require(
-        strays.numel() == 0, "page_table", f"of page ids in [0, {num_pages})", strays.tolist()
-    )
+    if most == min(counts, default=0):
+        used = page_table[:, :most]
+    else:
+        used = page_table[torch.arange(held) < torch.tensor(counts).unsqueeze(1)]
+    if used.numel():
+        low, high = (int(bound) for bound in used.aminmax())
+        _require(
+            low >= 0 and high < num_pages,
+            "page_table", f"of page ids in [0, {num_pages})", f"ids from {low} to {high}",
+        )  # fmt: skip
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

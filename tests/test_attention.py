@@ -310,8 +310,16 @@ ERRORS: list[tuple[Callable[[Case], Case], dict[str, Any], str]] = [
     (lambda c: _with(c, page_table=c.page_table.long()), {}, "page_table must be torch.int32"),
     (lambda c: _with(c, page_table=c.page_table[:1]), {}, "page_table must be 2-D with"),
     (lambda c: _with(c, page_table=c.page_table[:, :1]), {}, "page_table must be of at least 4"),
-    (lambda c: _with(c, page_table=c.page_table - 1), {}, r"page ids in \[0, 10\), got \[-1\]"),
-    (lambda c: _with(c, page_table=c.page_table + 1), {}, r"page ids in \[0, 10\), got \[10\]"),
+    (
+        lambda c: _with(c, page_table=c.page_table - 1),
+        {},
+        r"ids in \[0, 10\), got ids from -1",
+    ),
+    (
+        lambda c: _with(c, page_table=c.page_table + 1),
+        {},
+        r"ids in \[0, 10\), got ids from 1 to",
+    ),
     (lambda c: _with(c, seq_lens=c.seq_lens.float()), {}, "seq_lens must be torch.int64"),
     (lambda c: _with(c, seq_lens=c.seq_lens - 5), {}, r"seq_lens must be >= 0, got \[0, -2\]"),
     (lambda c: c, {"sliding_window": -1}, "sliding_window must be >= 0"),

@@ -122,54 +122,61 @@ def _attend(
     n, num_heads, head_dim = query.shape
     num_kv_heads = request.k_cache.shape[2]
     grouped = query.float().view(n, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    rows = grouped.reshape(num_kv_heads, -1, head_dim)
-    depth = visible.sum(-1) - 1
-    if sliding_window:
-        visible = visible & (depth[:, None] - depth < sliding_window)
+    rows = grouped.reshape(num_kv_heads, -1, head_dim).mul(scale)
+    window = _Window(visible, sliding_window) if sliding_window else None
+    hidden = ~(visible & window.tree) if window else ~visible
 
     total = request.length + n
     # The root is the shallowest node, so no node sees further back than it does.
-    begin = max(0, request.length - sliding_window + 1) if sliding_window else 0
+    begin = max(0, request.length - sliding_window + 1) if window else 0
     step = min(max(_MAX_SCORES // (num_heads * n), _MIN_SLICE), _MAX_SLICE)
     state = None
     for start in range(begin, total, step):
         stop = min(start + step, total)
         keys, values = request.keys_and_values(start, stop)
-        scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale)
+        scores = torch.bmm(rows, keys.transpose(1, 2))
         if logit_cap:
             scores.div_(logit_cap).tanh_().mul_(logit_cap)
         cells = scores.view(num_kv_heads, -1, n, stop - start)
-        _hide(cells, start - request.length, visible, depth, sliding_window)
-        state = _accumulate(state, scores, values)
-    assert state is not None
-    # A row that sees nothing has weight 0 and comes out as zeros.
-    result = state.value / state.weight.masked_fill(state.weight == 0, 1)
+        first = start - request.length
+        if stop > request.length:
+            tree = slice(max(first, 0), stop - request.length)
+            cells[..., max(-first, 0) :].masked_fill_(hidden[:, tree], -torch.inf)
+        if window and first < 0:
+            window.hide_prefix(cells, first)
+        if stop - start == total and request.length and not window:
+            # Every row sees the prefix, and there is one slice: the fused softmax is faster.
+            result = torch.bmm(torch.softmax(scores, -1), values)
+        else:
+            state = _accumulate(state, scores, values)
+    if state is not None:
+        # A row that sees nothing has weight 0 and comes out as zeros.
+        result = state.value / state.weight.masked_fill(state.weight == 0, 1)
     ordered = result.view(num_kv_heads, -1, n, head_dim).permute(2, 0, 1, 3)
     return ordered.reshape(n, num_heads, head_dim)
 
 
-def _hide(cells: Tensor, start: int, visible: Tensor, depth: Tensor, sliding_window: int) -> None:
-    """Set the scores of unseen columns to -inf, in place.
+class _Window:
+    """What a sliding window leaves visible; a node's position is the root's plus its depth."""
 
-    Args:
-        cells: (kv heads, group, n, columns), scores of consecutive columns.
-        start: the first column, counted from the root's: negative in the prefix.
-        visible: (n, n) bool, the tree block.
-        depth: (n,) int64, distance of each node from the root.
-        sliding_window: how far before a node it still sees, itself included; 0 is no limit.
-    """
-    n = visible.shape[0]
-    stop = start + cells.shape[-1]
-    if stop > 0:
-        first = max(start, 0)
-        cells[..., first - start :].masked_fill_(~visible[:, first:stop], -torch.inf)
-    if sliding_window and start < 0:
-        # Only the deepest node's window can begin after the root's: few columns need a look.
-        bound = min(stop, 0, n - sliding_window)
-        if bound > start:
-            columns = torch.arange(start, bound)
-            hidden = depth[:, None] - columns >= sliding_window
-            cells[..., : bound - start].masked_fill_(hidden, -torch.inf)
+    def __init__(self, visible: Tensor, size: int) -> None:
+        self.size = size
+        self.depth = visible.sum(-1, keepdim=True) - 1
+        self.tree = self.depth - self.depth.T < size
+
+    def hide_prefix(self, cells: Tensor, first: int) -> None:
+        """Set the scores of prefix columns out of reach to -inf, in place.
+
+        Args:
+            cells: (kv heads, group, n, columns), scores of consecutive columns.
+            first: the first column, counted from the root's, so it is negative.
+        """
+        # Even the deepest node, n - 1 below the root at most, reaches all columns from here on.
+        bound = min(first + cells.shape[-1], 0, cells.shape[2] - self.size)
+        if bound > first:
+            columns = torch.arange(first, bound)
+            unseen = self.depth - columns >= self.size
+            cells[..., : bound - first].masked_fill_(unseen, -torch.inf)
 
 
 def _accumulate(state: _Softmax | None, scores: Tensor, values: Tensor) -> _Softmax:
