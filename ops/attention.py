@@ -68,13 +68,13 @@ def _cpu(
     mode = tree_mode(tree_mask_mode)
     n = query.shape[1]
     lengths = seq_lens.tolist()
-    _check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
+    pages = _check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
     blocks = None
     if not is_causal_chain:
         mask = _check_mask(tree_mask, mode, query.shape[0], n, sum(lengths))
         blocks = cpu_attention.tree_blocks(mask, mode, seq_lens, n)
     return cpu_attention.tree_attention(
-        query, k_cache, v_cache, page_table, seq_lens, blocks, scale, sliding_window, logit_cap
+        query, k_cache, v_cache, pages, lengths, blocks, scale, sliding_window, logit_cap
     )
 
 
@@ -222,8 +222,8 @@ def _check_mask(
 
 def _check_pages(
     page_table: Tensor, lengths: list[int], n: int, num_pages: int, page_size: int
-) -> None:
-    """Check that every position that will be read lies in a page that exists."""
+) -> list[list[int]]:
+    """Return the page ids of each request; every position to be read must lie in one of them."""
     _require(min(lengths, default=0) >= 0, "seq_lens", ">= 0", lengths)
     counts = [(length + n + page_size - 1) // page_size for length in lengths]
     most, held = max(counts, default=0), page_table.shape[1]
@@ -232,16 +232,13 @@ def _check_pages(
         "page_table", f"of at least {most} columns for {lengths} committed and {n} draft tokens "
         f"in pages of {page_size}", held,
     )  # fmt: skip
-    if most == min(counts, default=0):
-        used = page_table[:, :most]
-    else:
-        used = page_table[torch.arange(held) < torch.tensor(counts).unsqueeze(1)]
-    if used.numel():
-        low, high = (int(bound) for bound in used.aminmax())
+    pages = [row[:count] for row, count in zip(page_table[:, :most].tolist(), counts, strict=True)]
+    for ids in pages:
         _require(
-            low >= 0 and high < num_pages,
-            "page_table", f"of page ids in [0, {num_pages})", f"ids from {low} to {high}",
+            min(ids) >= 0 and max(ids) < num_pages, "page_table",
+            f"of page ids in [0, {num_pages})", f"ids from {min(ids)} to {max(ids)}",
         )  # fmt: skip
+    return pages
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

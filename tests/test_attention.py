@@ -217,10 +217,9 @@ def test_scratch_does_not_grow_with_the_context() -> None:
     length, n = 200_000, 4
     query = torch.randn(1, n, 1, 2)
     cache = torch.randn(1, length + n, 1, 2)
-    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([length])
     blocks = torch.ones(1, n, n, dtype=torch.bool).tril()
     with Largest() as largest:  # type: ignore[no-untyped-call]
-        cpu_attention.tree_attention(query, cache, cache, table, lengths, blocks, 1.0, 0, 0.0)
+        cpu_attention.tree_attention(query, cache, cache, [[0]], [length], blocks, 1.0, 0, 0.0)
     assert 0 < largest.numel <= cpu_attention._MAX_SLICE * n
 
 

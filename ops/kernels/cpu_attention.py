@@ -61,26 +61,27 @@ def tree_attention(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
+    pages: list[list[int]],
+    lengths: list[int],
     blocks: Tensor | None,
     scale: float,
     sliding_window: int,
     logit_cap: float,
 ) -> Tensor:
-    """Attend the whole prefix and the tree block; `blocks` None is a chain.
+    """Attend the whole prefix and the tree block; the arguments are those of the op, checked.
 
-    Scores, weights and sums are float32 for every input dtype, rounded once at the end. Arguments
-    are those of the op, checked, with the mask as `tree_blocks` returns it.
+    Three are prepared: `pages` holds the ids of the pages each request uses, `lengths` is
+    seq_lens, and `blocks` is the mask as `tree_blocks` returns it, or None for a chain. Scores,
+    weights and sums are float32 for every input dtype, rounded once at the end.
     """
     n = query.shape[1]
     out = query.new_empty(query.shape)
     chain = torch.ones(n, n, dtype=torch.bool).tril_() if blocks is None else None
-    for b, length in enumerate(seq_lens.tolist()):
+    for b, length in enumerate(lengths):
         visible = chain if blocks is None else blocks[b]
         assert visible is not None
-        request = _Request(k_cache, v_cache, page_table[b], length)
-        out[b] = _attend(query[b], request, visible, scale, sliding_window, logit_cap)
+        request = _Request(k_cache, v_cache, pages[b], length)
+        _attend(out[b], query[b], request, visible, scale, sliding_window, logit_cap)
     return out
 
 
@@ -89,7 +90,7 @@ class _Request(NamedTuple):
 
     k_cache: Tensor
     v_cache: Tensor
-    pages: Tensor
+    pages: list[int]
     length: int
 
     def keys_and_values(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -100,25 +101,27 @@ class _Request(NamedTuple):
         page_size = self.k_cache.shape[1]
         first, last = begin // page_size, (end - 1) // page_size
         shift = first * page_size
-        sides = []
-        for cache in (self.k_cache, self.v_cache):
-            if first == last:
-                found = cache[self.pages[first]]
-            else:
-                found = cache[self.pages[first : last + 1]].flatten(0, 1)
-            sides.append(found[begin - shift : end - shift].float().transpose(0, 1))
-        return sides[0], sides[1]
+        if first == last:
+            page = self.pages[first]
+            keys, values = self.k_cache[page], self.v_cache[page]
+        else:
+            several = torch.tensor(self.pages[first : last + 1])
+            keys = self.k_cache[several].flatten(0, 1)
+            values = self.v_cache[several].flatten(0, 1)
+        inside = slice(begin - shift, end - shift)
+        return keys[inside].float().transpose(0, 1), values[inside].float().transpose(0, 1)
 
 
 def _attend(
+    out: Tensor,
     query: Tensor,
     request: _Request,
     visible: Tensor,
     scale: float,
     sliding_window: int,
     logit_cap: float,
-) -> Tensor:
-    """Attend one request: (n, heads, head_dim) -> the same."""
+) -> None:
+    """Attend one request: (n, heads, head_dim) -> `out`, the same."""
     n, num_heads, head_dim = query.shape
     num_kv_heads = request.k_cache.shape[2]
     grouped = query.float().view(n, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -152,8 +155,8 @@ def _attend(
     if state is not None:
         # A row that sees nothing has weight 0 and comes out as zeros.
         result = state.value / state.weight.masked_fill(state.weight == 0, 1)
-    ordered = result.view(num_kv_heads, -1, n, head_dim).permute(2, 0, 1, 3)
-    return ordered.reshape(n, num_heads, head_dim)
+    grouped_out = out.view(n, num_kv_heads, -1, head_dim)
+    grouped_out.copy_(result.view(num_kv_heads, -1, n, head_dim).permute(2, 0, 1, 3))
 
 
 class _Window:
