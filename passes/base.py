@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
 
 from torchvm.ops.environment import flag
 from torchvm.ops.layout import TreeMaskMode, mask_storage
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 __all__ = ["ChainedPasses", "MaskPass", "MaskPipeline", "change_mode"]
+
+_EAGER_INPUTS = "eager_input_vals"
 
 
 class MaskPass(ABC):
@@ -120,6 +124,7 @@ def change_mode(mask: Mask, mode: TreeMaskMode) -> None:
         raise AssertionError("only an allocation has a mode to change")
     for node in mask.sizes:
         _replace_by_declared_size(mask, node)
+    eager_values = {user: _eager_values(user) for version in mask.versions for user in version.users}
     mask.alloc.set_argument("tree_mask_mode", int(mode))
     for build in mask.builds:
         build.call.set_argument(build.mode_arg, int(mode))
@@ -127,6 +132,8 @@ def change_mode(mask: Mask, mode: TreeMaskMode) -> None:
         if use.call is not None and use.reader is not None and use.reader.mode_arg is not None:
             use.call.set_argument(use.reader.mode_arg, int(mode))
     _update_values(mask)
+    for user, by_node in eager_values.items():
+        _update_eager_inputs(mask, user, by_node)
 
 
 def _replace_by_declared_size(mask: Mask, size: Node) -> None:
@@ -163,6 +170,31 @@ def _update_values(mask: Mask) -> None:
             version.meta["val"] = value.new_empty(numel)
 
 
+def _eager_values(node: Node) -> dict[Node, Any]:
+    """What tracing recorded of a call's inputs, by the node each came from."""
+    recorded: dict[Node, Any] = {}
+    if _EAGER_INPUTS in node.meta:
+
+        def record(argument: Any, value: Any) -> None:
+            if isinstance(argument, torch.fx.Node):
+                recorded[argument] = value
+
+        tree_map(record, (node.args, node.kwargs), node.meta[_EAGER_INPUTS])
+    return recorded
+
+
+def _update_eager_inputs(mask: Mask, node: Node, by_node: dict[Node, Any]) -> None:
+    """Bring the recorded inputs of a call to the new size.
+
+    Inductor sizes the copies that it makes for a mutated argument by them: with the old size it
+    reads past the end of the smaller buffer.
+    """
+    if _EAGER_INPUTS in node.meta:
+        new = {version: version.meta["val"] for version in mask.versions}
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: new.get(n, by_node.get(n)))
+        node.meta[_EAGER_INPUTS] = (args, kwargs)
+
+
 def _storage(mask: Mask, *, symbolic: bool = False) -> tuple[TreeMaskMode, Any]:
     """Return mode and bytes of a mask as the graph has it, symbols as text unless asked."""
     mode = mask.mode
@@ -171,7 +203,8 @@ def _storage(mask: Mask, *, symbolic: bool = False) -> tuple[TreeMaskMode, Any]:
         bs, n, context = (symbolic_value(mask.alloc.arguments[name]) for name in names)
         nbytes, _ = mask_storage(mode, bs, n, context)
     else:
-        nbytes = symbolic_value(mask.origin).nbytes
+        value = symbolic_value(mask.origin)
+        nbytes = value.numel() * value.element_size()
     if isinstance(nbytes, int) or symbolic:
         return mode, nbytes
     return mode, _number_or_text(nbytes)

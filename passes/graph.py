@@ -18,14 +18,14 @@ import torchvm.ops
 from torchvm.ops.library import NAMESPACE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.fx import Graph
 
 __all__ = [
     "OpCall",
     "Written",
     "format_graph",
+    "format_value",
+    "neighbourhood",
     "nodes_in",
     "op_call",
     "source_line",
@@ -141,8 +141,32 @@ def format_graph(graph: Graph, *, every_node: bool = False) -> str:
         graph: a functional graph.
         every_node: all nodes. By default torchvm's own ops and what they touch directly.
     """
-    shown = list(graph.nodes) if every_node else list(_torchvm_neighbourhood(graph))
+    shown = list(graph.nodes) if every_node else neighbourhood(graph)
     return "\n".join(_format_node(node) for node in shown)
+
+
+def neighbourhood(graph: Graph) -> list[Node]:
+    """Return torchvm's own ops, what they take, and what takes their results, in graph order."""
+    shown: set[Node] = set()
+    for node in graph.nodes:
+        call = op_call(node)
+        if call is not None and call.op.namespace == NAMESPACE:
+            shown.update([node, *node.all_input_nodes, *node.users])
+            for written in call.written.values():
+                shown.update(user for version in written.versions for user in version.users)
+    return [node for node in graph.nodes if node in shown]
+
+
+def format_value(value: Any) -> str:
+    """Write a fake value as `dtype[shape]`, a symbol as itself, "" for anything else."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(map(str, value.shape))
+        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(format_value, value)) + ")"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return str(value)
+    return ""
 
 
 def _with_defaults(op: torch._ops.OpOverload, given: dict[str, Any]) -> dict[str, Any]:
@@ -201,17 +225,6 @@ def _unwrap_v2(node: Node) -> OpCall | None:
     return OpCall(node, op, arguments, written)
 
 
-def _torchvm_neighbourhood(graph: Graph) -> Iterator[Node]:
-    shown: set[Node] = set()
-    for node in graph.nodes:
-        call = op_call(node)
-        if call is not None and call.op.namespace == NAMESPACE:
-            shown.update([node, *node.all_input_nodes, *node.users])
-            for written in call.written.values():
-                shown.update(user for version in written.versions for user in version.users)
-    return (node for node in graph.nodes if node in shown)
-
-
 def _format_node(node: Node) -> str:
     if node.op == "output":
         return f"return {_format_argument(node.args[0])}"
@@ -248,9 +261,5 @@ def _format_argument(value: Any) -> str:
 
 def _format_value(node: Node) -> str:
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        shape = ", ".join(map(str, value.shape))
-        return f" : {str(value.dtype).removeprefix('torch.')}[{shape}]"
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return f" : {value}"
-    return ""
+    text = "" if isinstance(value, tuple | list) else format_value(value)
+    return f" : {text}" if text else ""

@@ -195,13 +195,13 @@ def _use(mask: Mask, version: Node, user: Node, builds: dict[Node, Build]) -> tu
 
 
 def _writes_input_back(mask: Mask, user: Node, version: Node) -> bool:
-    """Whether this is the copy that ends a graph which mutates its own input."""
-    return (
-        user.target is _aten.copy_.default
-        and user.args[0] is mask.root
-        and user.args[1] is version
-        and not user.users
-    )
+    """Whether this is the copy that ends a graph which mutates its own input.
+
+    It is a user of both the input, which it overwrites, and the last version.
+    """
+    if user.target is not _aten.copy_.default or user.users or user.args[0] is not mask.root:
+        return False
+    return version in user.args[:2] and user.args[1] is not mask.root
 
 
 def _read(version: Node, user: Node) -> Use:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 
 import torchvm
 from tests.readers import READERS
@@ -99,9 +100,7 @@ def test_rewritten_graph_run_op_by_op(name: str, v2: bool, dynamic: bool) -> Non
 )
 @pytest.mark.parametrize("name", CASES)
 def test_rewritten_graph_in_inductor(name: str, v2: bool, dynamic: bool) -> None:
-    with inductor_config.patch(
-        enable_auto_functionalized_v2=v2, force_disable_caches=True
-    ):
+    with fresh_cache(), inductor_config.patch(enable_auto_functionalized_v2=v2):
         _check(name, "inductor", dynamic=dynamic)
 
 
@@ -120,7 +119,8 @@ def test_a_mask_that_is_a_graph_input_is_kept(inner: str, v2: bool) -> None:
     expected = step(*args, eager_mask)
     mask = torch.zeros(numel, dtype=torch.bool)
     with (
-        inductor_config.patch(enable_auto_functionalized_v2=v2, force_disable_caches=True),
+        fresh_cache(),
+        inductor_config.patch(enable_auto_functionalized_v2=v2),
         torch.no_grad(),
     ):
         _assert_equal(_compile(step, inner)(*args, mask), expected)

@@ -92,8 +92,9 @@ def dead_from_scores(parents: Tensor, seq_lens: Tensor) -> Any:
     bs, n = parents.shape
     selected = torch.arange(n - 1).expand(bs, n - 1).contiguous()
     parent_list = torch.empty(bs, 0, dtype=torch.int64)
+    topk = 8  # Ids below it are children of the root.
     return torch.ops.torchvm.build_tree(
-        parent_list, selected, seq_lens, mask, n, 1, n, FULL, True
+        parent_list, selected, seq_lens, mask, topk, 1, n, FULL, True
     )[0]
 
 
@@ -216,8 +217,9 @@ def read_between_two_builds(parents: Tensor, seq_lens: Tensor) -> Any:
 def second_build_of_fewer_requests(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
     first = _build(mask, parents, seq_lens)
-    last = _build(mask, parents[:1], seq_lens[:1])
-    return first, last, READERS.block(mask, seq_lens[:1], parents.shape[1], FULL)
+    fewer = seq_lens[:1]
+    last = _build(mask, parents[:1], fewer)
+    return first, last, READERS.block(mask, fewer, parents.shape[1], FULL)
 
 
 @_case(Reason.BUILT_THROUGH_VIEW)
@@ -253,7 +255,7 @@ def written_by_another_op(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents, dtype=torch.uint8)
     positions = _build(mask, parents, seq_lens)
     READERS.scale_(mask, 3)
-    return positions
+    return positions, READERS.count(mask, 1)
 
 
 @_case(Reason.ELIDED)

@@ -153,7 +153,8 @@ def _compile_inductor(
     mode: str | None,
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    from torch._inductor import config
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
     runs: list[list[MaskReport]] = []
@@ -168,7 +169,10 @@ def _compile_inductor(
         stored = load_reports(key)
         if stored is None:
             # The artifact is cached and its reports are not: only compiling again tells.
-            with config.patch(force_disable_caches=True):
+            with (
+                inductor_config.patch(fx_graph_cache=False),
+                functorch_config.patch(enable_autograd_cache=False),
+            ):
                 compiled = compile_fx(gm, example_inputs, config_patches=settings)
             stored = [report for run in runs for report in run]
             save_reports(key, stored)
