@@ -36,7 +36,8 @@ PACKED = tl.constexpr(int(TreeMaskMode.QLEN_ONLY_BITPACKING))
 # One step of a program works on at most 32 x 64 cells, 16 for each of its 128 threads.
 TILE_ROWS = 32
 TILE_COLUMNS = 64
-NUM_WARPS = 4
+# Beyond this many nodes the parents alone take eight registers of each of 128 threads.
+WIDE_NODES = 256
 
 
 @triton.jit(
@@ -99,7 +100,7 @@ def tree_kernel(
         UNIT_BYTES: bytes of one store of tree cells.
     """
     WORDS: tl.constexpr = max(BLOCK_N // 32, 1)
-    STEP: tl.constexpr = max(COLUMNS // 32, 1)
+    STEP: tl.constexpr = WORDS if MODE == PACKED else max(COLUMNS // 32, 1)
     n = tl.cast(num_draft_tokens, tl.int64)
     tiles = tl.cdiv(num_draft_tokens, ROWS)
     item = tl.program_id(0)
@@ -145,17 +146,19 @@ def tree_kernel(
 
 
 class TreeTile(NamedTuple):
-    """Compile-time sizes of the kernel for a number of draft tokens."""
+    """Compile-time sizes of the kernel, and its warps, for a number of draft tokens."""
 
     BLOCK_N: int
     ROWS: int
     COLUMNS: int
+    num_warps: int
 
 
 def tree_tile(num_draft_tokens: int) -> TreeTile:
     """Sizes of the tile that one program works on at a time."""
     block = triton.next_power_of_2(num_draft_tokens)
-    return TreeTile(block, min(block, TILE_ROWS), min(block, TILE_COLUMNS))
+    num_warps = 4 if block <= WIDE_NODES else 8
+    return TreeTile(block, min(block, TILE_ROWS), min(block, TILE_COLUMNS), num_warps)
 
 
 def store_unit(mode: int, num_draft_tokens: int, address: int, numel: int) -> tuple[int, int]:
@@ -205,7 +208,7 @@ def _launch(
             parent_list, selected_index, seq_lens, tree_mask.view(torch.uint8), *outputs,
             batch, num_draft_tokens, topk, limit, parent_width, row_units, tree_mask.numel(),
             MODE=int(tree_mask_mode), FILL_PREFIX=fills, FROM_PARENTS=from_parents,
-            **tile._asdict(), UNIT_BYTES=unit_bytes, num_warps=NUM_WARPS,
+            **tile._asdict(), UNIT_BYTES=unit_bytes,
         )  # fmt: skip
     return outputs
 
