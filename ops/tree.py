@@ -1,13 +1,11 @@
-"""torchvm::build_tree and torchvm::build_tree_from_parents: mask, positions and links of a tree."""
+"""torchvm::build_tree and torchvm::build_tree_from_parents: draft trees laid out for a verify."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from torchvm.ops.checks import check, check_mask, check_tensor
-from torchvm.ops.layout import tree_mode
+from torchvm.ops.checks import check_int64, check_mask, check_shape, int64, require
+from torchvm.ops.kernels import cpu_tree
 from torchvm.ops.library import register_op
 
 if TYPE_CHECKING:
@@ -19,10 +17,10 @@ _RETURNS = (
     "(Tensor positions, Tensor retrieve_index, Tensor retrieve_next_token, "
     "Tensor retrieve_next_sibling)"
 )
-_BUILD_SCHEMA = (
-    "build_tree(Tensor parent_list, Tensor selected_index, Tensor seq_lens, "
-    "Tensor(a!) tree_mask, int topk, int depth, SymInt num_draft_tokens, int tree_mask_mode, "
-    f"bool fill_prefix=True) -> {_RETURNS}"
+_SCHEMA = (
+    "build_tree(Tensor parent_list, Tensor selected_index, Tensor seq_lens, Tensor(a!) tree_mask, "
+    "int topk, int depth, SymInt num_draft_tokens, int tree_mask_mode, bool fill_prefix=True) "
+    f"-> {_RETURNS}"
 )
 _PARENTS_SCHEMA = (
     "build_tree_from_parents(Tensor parents, Tensor seq_lens, Tensor(a!) tree_mask, "
@@ -31,22 +29,19 @@ _PARENTS_SCHEMA = (
 
 
 class DraftTree(NamedTuple):
-    """Where the nodes of each request's tree stand and how they hang together."""
+    """Where each of the n nodes of B trees stands; -1 where there is no such node."""
 
     positions: Tensor
-    """(B * n,) int64: committed length plus depth of each node."""
+    """(B * n,) int64, position of each node in its sequence: seq_lens + depth, the root's 0."""
     retrieve_index: Tensor
-    """(B, n) int64: b * n + j."""
+    """(B, n) int64, the node's place among all B * n."""
     retrieve_next_token: Tensor
-    """(B, n) int64: the first child of each node, or -1."""
+    """(B, n) int64, the node's first child by node index."""
     retrieve_next_sibling: Tensor
-    """(B, n) int64: the next child of the same parent, or -1."""
+    """(B, n) int64, the next child of the node's parent by node index."""
 
 
-Outputs = tuple["Tensor", "Tensor", "Tensor", "Tensor"]
-
-
-def _check_build(
+def _check(
     parent_list: Tensor,
     selected_index: Tensor,
     seq_lens: Tensor,
@@ -56,13 +51,26 @@ def _check_build(
     num_draft_tokens: int | SymInt,
     tree_mask_mode: int,
 ) -> None:
-    check(topk >= 1, "topk", ">= 1", topk)
-    check(depth >= 1, "depth", ">= 1", depth)
-    _check_common(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
-    bs, device = seq_lens.shape[0], tree_mask.device
-    check_tensor("selected_index", selected_index, (bs, num_draft_tokens - 1), device)
-    widths = parent_list.shape[1:] if depth == 1 else (topk * (depth - 1) + 1,)
-    check_tensor("parent_list", parent_list, (bs, *widths), device)
+    """Check all that needs no data."""
+    require(topk >= 1, lambda: f"topk must be >= 1, got {topk}")
+    require(depth >= 1, lambda: f"depth must be >= 1, got {depth}")
+    _check_batch(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
+    batch = seq_lens.shape[0]
+    check_int64("parent_list", parent_list, 2)
+    width = topk * (depth - 1) + 1 if depth > 1 else parent_list.shape[1]
+    check_shape("parent_list", parent_list, batch, width)
+    check_int64("selected_index", selected_index, 2)
+    check_shape("selected_index", selected_index, batch, num_draft_tokens - 1)
+
+
+def _check_batch(
+    seq_lens: Tensor, tree_mask: Tensor, num_draft_tokens: int | SymInt, tree_mask_mode: int
+) -> None:
+    require(
+        num_draft_tokens >= 1, lambda: f"num_draft_tokens must be >= 1, got {num_draft_tokens}"
+    )
+    check_int64("seq_lens", seq_lens, 1)
+    check_mask(tree_mask, tree_mask_mode, seq_lens.shape[0], num_draft_tokens)
 
 
 def _check_parents(
@@ -72,30 +80,20 @@ def _check_parents(
     num_draft_tokens: int | SymInt,
     tree_mask_mode: int,
 ) -> None:
-    _check_common(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
-    check_tensor("parents", parents, (seq_lens.shape[0], num_draft_tokens), tree_mask.device)
+    """Check all that needs no data."""
+    _check_batch(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
+    check_int64("parents", parents, 2)
+    check_shape("parents", parents, seq_lens.shape[0], num_draft_tokens)
 
 
-def _check_common(
-    seq_lens: Tensor, tree_mask: Tensor, num_draft_tokens: int | SymInt, tree_mask_mode: int
-) -> None:
-    tree_mode(tree_mask_mode)
-    check(num_draft_tokens >= 1, "num_draft_tokens", ">= 1", num_draft_tokens)
-    check(num_draft_tokens <= 1024, "num_draft_tokens", "<= 1024", num_draft_tokens)
-    if seq_lens.dim() != 1:
-        raise ValueError(f"seq_lens must be 1-D, got shape {tuple(seq_lens.shape)}")
-    check_tensor("seq_lens", seq_lens, (seq_lens.shape[0],), tree_mask.device)
-    check_mask(tree_mask, tree_mask_mode, seq_lens.shape[0], num_draft_tokens)
+def _empty_tree(seq_lens: Tensor, n: int | SymInt) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Contiguous int64 on the device of `seq_lens`: (B * n,), then (B, n) three times."""
+    batch = seq_lens.shape[0]
+    index, token, sibling = (seq_lens.new_empty(batch, n) for _ in range(3))
+    return seq_lens.new_empty(batch * n), index, token, sibling
 
 
-def _fake_tree(seq_lens: Tensor, num_draft_tokens: int | SymInt) -> Outputs:
-    """Four int64 tensors on the device of `seq_lens`: (B * n,) and three of (B, n)."""
-    bs, n = seq_lens.shape[0], num_draft_tokens
-    links = [seq_lens.new_empty((bs, n)) for _ in range(3)]
-    return seq_lens.new_empty(bs * n), links[0], links[1], links[2]
-
-
-def _build_fake(
+def _fake(
     parent_list: Tensor,
     selected_index: Tensor,
     seq_lens: Tensor,
@@ -105,27 +103,27 @@ def _build_fake(
     num_draft_tokens: int | SymInt,
     tree_mask_mode: int,
     fill_prefix: bool = True,  # noqa: ARG001
-) -> Outputs:
-    _check_build(
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(
         parent_list, selected_index, seq_lens, tree_mask, topk, depth, num_draft_tokens,
         tree_mask_mode,
     )  # fmt: skip
-    return _fake_tree(seq_lens, num_draft_tokens)
+    return _empty_tree(seq_lens, num_draft_tokens)
 
 
-def _parents_fake(
+def _fake_from_parents(
     parents: Tensor,
     seq_lens: Tensor,
     tree_mask: Tensor,
     num_draft_tokens: int | SymInt,
     tree_mask_mode: int,
     fill_prefix: bool = True,  # noqa: ARG001
-) -> Outputs:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_parents(parents, seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
-    return _fake_tree(seq_lens, num_draft_tokens)
+    return _empty_tree(seq_lens, num_draft_tokens)
 
 
-def _build_cpu(
+def _cpu(
     parent_list: Tensor,
     selected_index: Tensor,
     seq_lens: Tensor,
@@ -135,50 +133,41 @@ def _build_cpu(
     num_draft_tokens: int,
     tree_mask_mode: int,
     fill_prefix: bool = True,
-) -> Outputs:
-    from torchvm.ops.kernels import cpu_tree
-
-    _check_build(
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(
         parent_list, selected_index, seq_lens, tree_mask, topk, depth, num_draft_tokens,
         tree_mask_mode,
     )  # fmt: skip
     return cpu_tree.build_tree(
-        parent_list.contiguous(), selected_index.contiguous(), seq_lens.contiguous(), tree_mask,
-        topk, depth, num_draft_tokens, tree_mask_mode, fill_prefix,
+        parent_list, selected_index, seq_lens, tree_mask, topk, depth, num_draft_tokens,
+        tree_mask_mode, fill_prefix,
     )  # fmt: skip
 
 
-def _parents_cpu(
+def _cpu_from_parents(
     parents: Tensor,
     seq_lens: Tensor,
     tree_mask: Tensor,
     num_draft_tokens: int,
     tree_mask_mode: int,
     fill_prefix: bool = True,
-) -> Outputs:
-    from torchvm.ops.kernels import cpu_tree
-
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_parents(parents, seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
     return cpu_tree.build_tree_from_parents(
-        parents.contiguous(), seq_lens.contiguous(), tree_mask, num_draft_tokens,
-        tree_mask_mode, fill_prefix,
-    )  # fmt: skip
+        parents, seq_lens, tree_mask, num_draft_tokens, tree_mask_mode, fill_prefix
+    )
 
 
-def _no_cuda(*args: object, **kwargs: object) -> Outputs:
-    raise NotImplementedError("tree builds have no CUDA kernel: give them CPU tensors")
+def _cuda(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    raise NotImplementedError("build_tree has no CUDA kernel: give it CPU tensors")
 
 
-_BUILD = register_op(
-    _BUILD_SCHEMA, fake=_build_fake, kernels={"CPU": _build_cpu, "CUDA": _no_cuda}
+_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
+_PARENTS_OP = register_op(
+    _PARENTS_SCHEMA,
+    fake=_fake_from_parents,
+    kernels={"CPU": _cpu_from_parents, "CUDA": _cuda},
 )
-_PARENTS = register_op(
-    _PARENTS_SCHEMA, fake=_parents_fake, kernels={"CPU": _parents_cpu, "CUDA": _no_cuda}
-)
-
-
-def _lengths(seq_lens: Tensor) -> Tensor:
-    return seq_lens.to(torch.int64) if seq_lens.dtype == torch.int32 else seq_lens
 
 
 def build_tree(
@@ -193,32 +182,46 @@ def build_tree(
     tree_mask_mode: int,
     fill_prefix: bool = True,
 ) -> DraftTree:
-    """Lay out the tree that a draft's beam search selected; `tree_mask` is written in place.
+    """Lay out the draft tree of each request for one verify forward.
 
-    Node 0 is the root; node j + 1 is the candidate `selected_index[b, j]`. The parent of flat id
-    f is the root when `f // topk` is 0, else the node that holds `parent_list[b, f // topk]`.
+    Node 0 of a request is its root and node j + 1 the candidate `selected_index[b, j]`. With
+    q = candidate // topk, the node's parent is the root where q is 0 and otherwise the node that
+    holds candidate `parent_list[b, q]`. A node attends the root, its ancestors and itself.
+
+    A parent is found when its candidate is >= 0, q is inside the row and a node with a smaller
+    index holds it. Where it is not, the node is linked to nobody and attends the root and itself;
+    its position is what its mask row says. A walk to the root takes min(depth, n) steps at most.
 
     Args:
-        parent_list: (B, topk * (depth - 1) + 1) int64 flat ids; any width at depth 1.
-        selected_index: (B, n - 1) int64 flat ids, ascending in each row.
-        seq_lens: (B,) int64 or int32, committed tokens of each request.
-        tree_mask: 1-D mask of at least `live_mask_numel` elements; only the cells of this batch
-            are written.
-        topk: children each beam proposes.
-        depth: draft steps.
-        num_draft_tokens: n, root included, 1 to 1,024.
+        parent_list: (B, topk * (depth - 1) + 1) int64, candidate of each beam of all levels but
+            the last, first entry unused; any width at depth 1, where it is not read.
+        selected_index: (B, n - 1) int64, candidates in strictly ascending order. A row that is
+            not makes the result of that request unspecified, and no other's.
+        seq_lens: (B,) int64 (int32 is converted), committed length L of each request, draft
+            tokens not counted.
+        tree_mask: 1-D contiguous bool or uint8 (uint8 when packed), written in place: the cells
+            of this batch in the layout `tree_mask_mode`, none past them.
+        topk: candidates that a beam proposes, k.
+        depth: draft steps, D.
+        num_draft_tokens: n, root included.
         tree_mask_mode: a `TreeMaskMode`.
-        fill_prefix: whether FULL_MASK's prefix columns are written; they are ones.
+        fill_prefix: write ones to the L prefix columns of FULL_MASK, else leave them untouched.
+
+    Returns:
+        positions (B * n,), retrieve_index, retrieve_next_token, retrieve_next_sibling (B, n), all
+        int64, -1 where there is no child or sibling.
 
     Raises:
-        ValueError: for a wrong shape, size or mode, or a mask that is too small.
-        TypeError: for a wrong dtype.
+        ValueError: for a shape, dtype or size that does not fit, on the CPU also where a length
+            is negative or the buffer is too small for these lengths. Nothing is written then.
+        NotImplementedError: for CUDA tensors.
     """
-    outputs = _BUILD(
-        parent_list, selected_index, _lengths(seq_lens), tree_mask, topk, depth,
-        num_draft_tokens, tree_mask_mode, fill_prefix,
+    return DraftTree(
+        *_OP(
+            parent_list, selected_index, int64(seq_lens), tree_mask, topk, depth,
+            num_draft_tokens, int(tree_mask_mode), fill_prefix,
+        )
     )  # fmt: skip
-    return DraftTree(*outputs)
 
 
 def build_tree_from_parents(
@@ -230,22 +233,26 @@ def build_tree_from_parents(
     tree_mask_mode: int,
     fill_prefix: bool = True,
 ) -> DraftTree:
-    """Lay out trees given as parents; `tree_mask` is written in place.
+    """Lay out draft trees that are given by the parent of each node.
 
     Args:
-        parents: (B, n) int64, the node index of each node's parent. Column 0 is ignored; a value
-            outside [0, own index) means that the node hangs on nobody.
-        seq_lens: (B,) int64 or int32, committed tokens of each request.
-        tree_mask: as in `build_tree`.
-        num_draft_tokens: n, root included, 1 to 1,024.
+        parents: (B, n) int64, the node that each node hangs from. Column 0 is ignored; a parent
+            outside [0, own index) is not found, with the consequences that `build_tree` names.
+        seq_lens: as in `build_tree`, like all that follow.
+        tree_mask: 1-D contiguous bool or uint8, written in place.
+        num_draft_tokens: n, root included.
         tree_mask_mode: a `TreeMaskMode`.
-        fill_prefix: whether FULL_MASK's prefix columns are written; they are ones.
+        fill_prefix: write FULL_MASK's prefix columns.
+
+    Returns:
+        The same as `build_tree`.
 
     Raises:
-        ValueError: for a wrong shape, size or mode, or a mask that is too small.
-        TypeError: for a wrong dtype.
+        ValueError: as `build_tree`.
+        NotImplementedError: for CUDA tensors.
     """
-    outputs = _PARENTS(
-        parents, _lengths(seq_lens), tree_mask, num_draft_tokens, tree_mask_mode, fill_prefix
+    return DraftTree(
+        *_PARENTS_OP(
+            parents, int64(seq_lens), tree_mask, num_draft_tokens, int(tree_mask_mode), fill_prefix
+        )
     )
-    return DraftTree(*outputs)

@@ -1,4 +1,4 @@
-"""torchvm::verify_tree_greedy: which path of each draft tree the target model accepts."""
+"""torchvm::verify_tree_greedy: which draft tokens the target agrees with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torchvm.ops.checks import check, check_tensor
+from torchvm.ops.checks import check_int64, check_shape, require
+from torchvm.ops.kernels import cpu_verify
 from torchvm.ops.library import register_op
 
 if TYPE_CHECKING:
@@ -19,18 +20,17 @@ _SCHEMA = (
     "Tensor retrieve_next_sibling, Tensor target_predict, int max_accept) "
     "-> (Tensor predicts, Tensor accept_index, Tensor accept_token_num)"
 )
-Outputs = tuple["Tensor", "Tensor", "Tensor"]
 
 
 class Verification(NamedTuple):
-    """What the target model accepted."""
+    """The path that the target accepted in each of B trees of n nodes."""
 
     predicts: Tensor
-    """(B * n,) int32: the target's token at each accepted node, -1 elsewhere."""
+    """(B * n,) int32, the target's token after each accepted node, -1 at all other nodes."""
     accept_index: Tensor
-    """(B, max_accept) int32: accepted entries of retrieve_index, root first, padded with -1."""
+    """(B, max_accept) int32, places of the root and accepted nodes among the B * n, then -1."""
     accept_token_num: Tensor
-    """(B,) int32: accepted draft tokens, without the bonus token."""
+    """(B,) int32, accepted draft tokens: neither the root nor the bonus token counts."""
 
 
 def _check(
@@ -41,19 +41,19 @@ def _check(
     target_predict: Tensor,
     max_accept: int,
 ) -> None:
-    check(max_accept >= 1, "max_accept", ">= 1", max_accept)
-    if candidates.dim() != 2:
-        raise ValueError(f"candidates must be 2-D, got shape {tuple(candidates.shape)}")
-    check(candidates.shape[1] >= 1, "candidates", "of at least 1 column", candidates.shape[1])
-    shape = (candidates.shape[0], candidates.shape[1])
+    """Check shapes and dtypes; the rest is data."""
+    require(max_accept >= 1, lambda: f"max_accept must be >= 1, got {max_accept}")
+    check_int64("candidates", candidates, 2)
+    batch, n = candidates.shape
+    require(n >= 1, lambda: f"candidates must have at least 1 column, got {n}")
     for name, tensor in (
-        ("candidates", candidates),
         ("retrieve_index", retrieve_index),
         ("retrieve_next_token", retrieve_next_token),
         ("retrieve_next_sibling", retrieve_next_sibling),
         ("target_predict", target_predict),
     ):
-        check_tensor(name, tensor, shape, candidates.device)
+        check_int64(name, tensor, 2)
+        check_shape(name, tensor, batch, n)
 
 
 def _fake(
@@ -63,16 +63,18 @@ def _fake(
     retrieve_next_sibling: Tensor,
     target_predict: Tensor,
     max_accept: int,
-) -> Outputs:
-    """Three int32 tensors: (B * n,), (B, max_accept) and (B,)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous int32 on the device of `candidates`: (B * n,), (B, max_accept), (B,)."""
     _check(
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict,
         max_accept,
     )  # fmt: skip
-    bs, n = candidates.shape
-    sizes = ((bs * n,), (bs, max_accept), (bs,))
-    first, second, third = (candidates.new_empty(s, dtype=torch.int32) for s in sizes)
-    return first, second, third
+    batch, n = candidates.shape
+    return (
+        candidates.new_empty(batch * n, dtype=torch.int32),
+        candidates.new_empty(batch, max_accept, dtype=torch.int32),
+        candidates.new_empty(batch, dtype=torch.int32),
+    )
 
 
 def _cpu(
@@ -82,21 +84,22 @@ def _cpu(
     retrieve_next_sibling: Tensor,
     target_predict: Tensor,
     max_accept: int,
-) -> Outputs:
-    from torchvm.ops.kernels import cpu_verify
-
-    tensors = (
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(
         candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict,
+        max_accept,
     )  # fmt: skip
-    _check(*tensors, max_accept)
-    return cpu_verify.verify_tree_greedy(*(t.contiguous() for t in tensors), max_accept)
+    return cpu_verify.verify_tree_greedy(
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict,
+        max_accept,
+    )  # fmt: skip
 
 
-def _no_cuda(*args: object, **kwargs: object) -> Outputs:
+def _cuda(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
     raise NotImplementedError("verify_tree_greedy has no CUDA kernel: give it CPU tensors")
 
 
-_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _no_cuda})
+_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
 
 
 def verify_tree_greedy(
@@ -108,22 +111,34 @@ def verify_tree_greedy(
     *,
     max_accept: int,
 ) -> Verification:
-    """Follow the target's greedy choice down each tree as long as a draft token equals it.
+    """Accept the longest path of each draft tree that the target itself would have taken.
+
+    From the root on, the child is accepted whose token is the target's choice after the last
+    accepted node; of two such children the first in sibling order. The target's choice after the
+    last of them is the bonus token.
+
+    A child or sibling outside [0, n) ends its list, a list is followed for n steps at most, and a
+    place outside the request's own n ends the walk before it is used.
 
     Args:
-        candidates: (B, n) int64, token of each node; column 0 is the last committed token.
-        retrieve_index: (B, n) int64, as a build returns it.
-        retrieve_next_token: (B, n) int64, as a build returns it.
-        retrieve_next_sibling: (B, n) int64, as a build returns it.
-        target_predict: (B, n) int64, argmax of the target's logits at each node.
-        max_accept: columns of accept_index, root included (draft depth + 1).
+        candidates: (B, n) int64, token of each node; the root's is not looked at.
+        retrieve_index: (B, n) int64, place of each node among all B * n.
+        retrieve_next_token: (B, n) int64, first child of each node, -1 where none.
+        retrieve_next_sibling: (B, n) int64, next sibling of each node, -1 where none.
+        target_predict: (B, n) int64, the target's token after each place.
+        max_accept: columns of `accept_index`, the root's included: one more than the draft steps.
+
+    Returns:
+        predicts (B * n,), accept_index (B, max_accept) and accept_token_num (B,), all int32; -1
+        in the cells of the first two that the accepted path does not reach.
 
     Raises:
-        ValueError: for a wrong shape or max_accept below 1.
-        TypeError: for a dtype other than int64.
+        ValueError: for a shape or dtype that does not fit.
+        NotImplementedError: for CUDA tensors.
     """
-    outputs = _OP(
-        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict,
-        max_accept,
+    return Verification(
+        *_OP(
+            candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling,
+            target_predict, max_accept,
+        )
     )  # fmt: skip
-    return Verification(*outputs)

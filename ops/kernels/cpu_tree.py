@@ -1,8 +1,5 @@
 """Draft trees on the CPU: mask, prefix, positions and links in one walk over the nodes."""
 
-# numba's decorators have no types.
-# mypy: disable-error-code="untyped-decorator"
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

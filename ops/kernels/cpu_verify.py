@@ -1,93 +1,122 @@
-"""Greedy verification on the CPU."""
+"""Greedy verification on the CPU: one walk down each request's tree."""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numba import carray
+from typing import TYPE_CHECKING, Any
 
-from torchvm.ops.kernels.jit import jit, pointer
+import torch
+
+from torchvm.ops.kernels.jit import int32_at, int64_at, njit
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["verify_tree_greedy"]
 
 
-@jit
+@njit
+def _match(
+    token: int, candidates: Any, first_child: int, next_sibling: Any, first: int, n: int
+) -> int:
+    """The first node of a sibling list that holds `token`; -1 if none within n steps."""
+    node = first_child
+    for _ in range(n):
+        if not 0 <= node < n:
+            return -1
+        if candidates[first + node] == token:
+            return node
+        node = next_sibling[first + node]
+    return -1
+
+
+@njit
 def _verify(
-    candidates_at,
-    index_at,
-    token_at,
-    sibling_at,
-    target_at,
-    bs,
-    n,
-    width,
-    predicts_at,
-    accept_index_at,
-    accept_num_at,
-):
-    candidates = carray(pointer(candidates_at), bs * n, np.int64)
-    index = carray(pointer(index_at), bs * n, np.int64)
-    token = carray(pointer(token_at), bs * n, np.int64)
-    sibling = carray(pointer(sibling_at), bs * n, np.int64)
-    target = carray(pointer(target_at), bs * n, np.int64)
-    predicts = carray(pointer(predicts_at), bs * n, np.int32)
-    accept_index = carray(pointer(accept_index_at), bs * width, np.int32)
-    accept_num = carray(pointer(accept_num_at), bs, np.int32)
-    for i in range(bs * n):
-        predicts[i] = -1
-    for i in range(bs * width):
-        accept_index[i] = -1
-    for b in range(bs):
-        row = b * n
+    candidates_address: int,
+    index_address: int,
+    child_address: int,
+    sibling_address: int,
+    target_address: int,
+    batch: int,
+    n: int,
+    max_accept: int,
+    predicts_address: int,
+    accept_index_address: int,
+    accept_num_address: int,
+) -> None:
+    candidates = int64_at(candidates_address)
+    index = int64_at(index_address)
+    child = int64_at(child_address)
+    sibling = int64_at(sibling_address)
+    target = int64_at(target_address)
+    predicts = int32_at(predicts_address)
+    accept_index = int32_at(accept_index_address)
+    accept_num = int32_at(accept_num_address)
+    for b in range(batch):
+        first = b * n
+        column = b * max_accept
+        for i in range(n):
+            predicts[first + i] = -1
+        for i in range(max_accept):
+            accept_index[column + i] = -1
         accept_num[b] = 0
-        last = index[row]
-        if last < 0 or last >= bs * n:
+        last = index[first]
+        if not first <= last < first + n:
             continue
-        accept_index[b * width] = np.int32(last)
-        current = 0
-        for accepted in range(1, width):
-            child = token[row + current]
-            steps = 0
-            while 0 <= child < n and steps < n and candidates[row + child] != target[last]:
-                child = sibling[row + child]
-                steps += 1
-            if child < 0 or child >= n or steps >= n:
+        accept_index[column] = last
+        accepted = 0
+        node = 0
+        while accepted < max_accept - 1:
+            node = _match(target[last], candidates, child[first + node], sibling, first, n)
+            if node < 0:
                 break
-            following = index[row + child]
-            if following < 0 or following >= bs * n:
+            place = index[first + node]
+            if not first <= place < first + n:
                 break
-            predicts[last] = np.int32(target[last])
-            accept_num[b] = accepted
-            accept_index[b * width + accepted] = np.int32(following)
-            last = following
-            current = child
-        predicts[last] = np.int32(target[last])
+            predicts[last] = target[last]
+            accepted += 1
+            accept_index[column + accepted] = place
+            last = place
+        predicts[last] = target[last]
+        accept_num[b] = accepted
 
 
 def verify_tree_greedy(
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
     max_accept: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch over five (B, n) contiguous int64 tensors."""
-    bs, n = candidates.shape
-    predicts = torch.empty(bs * n, dtype=torch.int32)
-    accept_index = torch.empty((bs, max_accept), dtype=torch.int32)
-    accept_num = torch.empty(bs, dtype=torch.int32)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow the target's choices; shapes and dtypes are checked by the op.
+
+    Args:
+        candidates: int64 (B, n), as the four below.
+        retrieve_index: place of each node among all B * n.
+        retrieve_next_token: first child of each node.
+        retrieve_next_sibling: next sibling of each node.
+        target_predict: the target's token after each node.
+        max_accept: W, nodes of the longest path, root included.
+
+    Returns:
+        predicts int32 (B * n,); accept_index int32 (B, W); accept_token_num int32 (B,).
+    """
+    inputs = [
+        t.contiguous()
+        for t in (
+            candidates,
+            retrieve_index,
+            retrieve_next_token,
+            retrieve_next_sibling,
+            target_predict,
+        )
+    ]
+    batch, n = candidates.shape
+    predicts = torch.empty(batch * n, dtype=torch.int32)
+    accept_index = torch.empty((batch, max_accept), dtype=torch.int32)
+    accept_token_num = torch.empty(batch, dtype=torch.int32)
     _verify(
-        candidates.data_ptr(),
-        retrieve_index.data_ptr(),
-        retrieve_next_token.data_ptr(),
-        retrieve_next_sibling.data_ptr(),
-        target_predict.data_ptr(),
-        bs,
-        n,
-        max_accept,
-        predicts.data_ptr(),
-        accept_index.data_ptr(),
-        accept_num.data_ptr(),
-    )
-    return predicts, accept_index, accept_num
+        *[t.data_ptr() for t in inputs], batch, n, max_accept,
+        predicts.data_ptr(), accept_index.data_ptr(), accept_token_num.data_ptr(),
+    )  # fmt: skip
+    return predicts, accept_index, accept_token_num

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numba
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]  # It publishes no types.
 from numba import types
 from numba.extending import intrinsic
 
@@ -25,11 +25,12 @@ def njit(function: Callable[..., Any]) -> Callable[..., Any]:
     NUMBA_CACHE_DIR. Without one each process compiles for itself. The cache of a function knows
     when its own file changes, not when this one does.
     """
-    options = {"nogil": True, "error_model": "numpy"}
+    jit: Any = numba.njit(nogil=True, error_model="numpy")
+    cached_jit: Any = numba.njit(nogil=True, error_model="numpy", cache=True)
     try:
-        compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
+        compiled: Callable[..., Any] = cached_jit(function)
     except RuntimeError:
-        compiled = numba.njit(**options)(function)
+        compiled = jit(function)
     return compiled
 
 
@@ -39,23 +40,21 @@ def _pointer(address: Any, element: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(element)(address), generate
+    pointer: Any = types.CPointer
+    return pointer(element)(address), generate
 
 
-@intrinsic
-def int64_at(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+def _int64_at(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
     """Int64 elements from an address on, read and written by index without any check."""
     return _pointer(address, types.int64)
 
 
-@intrinsic
-def int32_at(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+def _int32_at(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
     """Int32 elements from an address on, read and written by index without any check."""
     return _pointer(address, types.int32)
 
 
-@intrinsic
-def load(typing_context: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
+def _load(typing_context: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     """Read a value of the type of `like` at an address of any alignment."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -66,13 +65,18 @@ def load(typing_context: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     return like(types.int64, like), generate
 
 
-@intrinsic
-def store(typing_context: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def _store(typing_context: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
     """Write a value at an address of any alignment."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.PointerType(arguments[1].type))
         builder.store(arguments[1], pointer, align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, value), generate
+
+
+int64_at: Any = intrinsic(_int64_at)
+int32_at: Any = intrinsic(_int32_at)
+load: Any = intrinsic(_load)
+store: Any = intrinsic(_store)
