@@ -124,7 +124,9 @@ def change_mode(mask: Mask, mode: TreeMaskMode) -> None:
         raise AssertionError("only an allocation has a mode to change")
     for node in mask.sizes:
         _replace_by_declared_size(mask, node)
-    eager_values = {user: _eager_values(user) for version in mask.versions for user in version.users}
+    eager_values = {
+        user: _eager_values(user) for version in mask.versions for user in version.users
+    }
     mask.alloc.set_argument("tree_mask_mode", int(mode))
     for build in mask.builds:
         build.call.set_argument(build.mode_arg, int(mode))

@@ -11,7 +11,7 @@ from torch._higher_order_ops.auto_functionalize import (
     auto_functionalized,
     auto_functionalized_v2,
 )
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 import torchvm.ops
@@ -25,6 +25,7 @@ __all__ = [
     "Written",
     "format_graph",
     "format_value",
+    "graph_modules",
     "neighbourhood",
     "nodes_in",
     "op_call",
@@ -88,6 +89,11 @@ class OpCall(NamedTuple):
         self.arguments[name] = value
 
 
+def graph_modules(gm: GraphModule) -> list[GraphModule]:
+    """Return a graph module and those nested in it, the inner ones first, as Inductor goes."""
+    return [m for m in reversed(list(gm.modules())) if isinstance(m, GraphModule)]
+
+
 def nodes_in(value: Any) -> list[Node]:
     """Return the nodes inside an argument, in order."""
     found: list[Node] = []
@@ -134,15 +140,21 @@ def symbolic_value(argument: Any) -> Any:
 def format_graph(graph: Graph, *, every_node: bool = False) -> str:
     """Print a graph one line a node: `%name = op(arguments) : dtype[shape]`.
 
-    Free of what moves between versions of torch (file comments, wrapper spelling); a
-    functionalized call prints as the op with the mutated tensor as `name!`.
+    Free of what moves between versions of torch (file comments, symbol names, wrapper
+    spelling); a functionalized call prints as the op with the mutated tensor as `name!`.
 
     Args:
         graph: a functional graph.
         every_node: all nodes. By default torchvm's own ops and what they touch directly.
     """
     shown = list(graph.nodes) if every_node else neighbourhood(graph)
-    return "\n".join(_format_node(node) for node in shown)
+    return _name_symbols_in_order("\n".join(_format_node(node) for node in shown))
+
+
+def _name_symbols_in_order(text: str) -> str:
+    """Call the symbols of sizes s0, s1, ... as they appear: torch's numbers are arbitrary."""
+    names: dict[str, str] = {}
+    return re.sub(r"\bs\d+\b", lambda m: names.setdefault(m[0], f"s{len(names)}"), text)
 
 
 def neighbourhood(graph: Graph) -> list[Node]:

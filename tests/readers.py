@@ -47,9 +47,7 @@ def _by_topk(mask: torch.Tensor, x: torch.Tensor, topk: int) -> torch.Tensor:
     return x * 2 if topk == 1 else x * 2 + _count(mask, 1)
 
 
-def _by_topk_told(
-    mask: torch.Tensor, x: torch.Tensor, topk: int, mask_mode: int
-) -> torch.Tensor:
+def _by_topk_told(mask: torch.Tensor, x: torch.Tensor, topk: int, mask_mode: int) -> torch.Tensor:
     return _by_topk(mask, x, topk)
 
 

@@ -61,6 +61,10 @@ def test_a_later_contract_for_the_same_argument_replaces_the_earlier() -> None:
     ]
 
 
+def _wants_causal(causal: bool, **_: object) -> MaskRead:
+    return MaskRead.NOTHING
+
+
 def _fails(**_: object) -> MaskRead:
     raise RuntimeError
 
@@ -70,7 +74,7 @@ def _fails(**_: object) -> MaskRead:
     [
         (MaskRead.TREE_BLOCK, MaskRead.TREE_BLOCK),
         (lambda topk, **_: MaskRead.NOTHING if topk == 1 else MaskRead.FULL, MaskRead.NOTHING),
-        (lambda causal, **_: MaskRead.NOTHING, MaskRead.FULL),
+        (_wants_causal, MaskRead.FULL),
         (lambda **_: "NOTHING", MaskRead.FULL),
         (lambda **_: None, MaskRead.FULL),
         (lambda **_: 0, MaskRead.NOTHING),

@@ -189,9 +189,7 @@ def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_training_graph_is_rewritten_too() -> None:
     def step(parents: Tensor, seq_lens: Tensor, weight: Tensor) -> Tensor:
         mask = torchvm.alloc_verify_mask(2, 3, CONTEXT, FULL)
-        positions = torch.ops.torchvm.build_tree_from_parents(
-            parents, seq_lens, mask, 3, FULL
-        )[0]
+        positions = torch.ops.torchvm.build_tree_from_parents(parents, seq_lens, mask, 3, FULL)[0]
         return (positions * weight).sum()
 
     parents, seq_lens = batch()
@@ -210,9 +208,10 @@ def test_a_long_chain_of_builds_is_walked_without_recursion() -> None:
         mask = torchvm.alloc_verify_mask(2, 3, CONTEXT, FULL)
         total = torch.zeros(6, dtype=torch.int64)
         for _ in range(300):
-            total = total + torch.ops.torchvm.build_tree_from_parents(
-                parents, seq_lens, mask, 3, FULL
-            )[0]
+            total = (
+                total
+                + torch.ops.torchvm.build_tree_from_parents(parents, seq_lens, mask, 3, FULL)[0]
+            )
         return total
 
     args = batch()

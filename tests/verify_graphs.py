@@ -261,7 +261,13 @@ def written_by_another_op(parents: Tensor, seq_lens: Tensor) -> Any:
 @_case(Reason.ELIDED)
 def shape_is_used(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
-    return _build(mask, parents, seq_lens), mask.new_ones(mask.shape), mask.numel() + 1
+    return _build(mask, parents, seq_lens), mask.new_ones(mask.shape)
+
+
+@_case(Reason.ELIDED)
+def number_of_elements_is_used(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    return _build(mask, parents, seq_lens), torch.arange(mask.numel()), mask.numel() + 1
 
 
 @_case(Reason.CAPACITY)
@@ -319,9 +325,7 @@ def inside_cond(parents: Tensor, seq_lens: Tensor) -> Any:
 def read_inside_cond(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
     positions = _build(mask, parents, seq_lens)
-    counted = torch.cond(
-        seq_lens.sum() > 0, lambda m: m.sum() + 1, lambda m: m.sum() - 1, (mask,)
-    )
+    counted = torch.cond(seq_lens.sum() > 0, lambda m: m.sum() + 1, lambda m: m.sum() - 1, (mask,))
     return positions, counted
 
 

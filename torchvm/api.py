@@ -4,16 +4,22 @@ from torchvm.compilation import clear_reports, inductor_options, reports, torchv
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
 from torchvm.ops.mask import alloc_verify_mask
+from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
+from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.report import MaskReport, Reason
 from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 __all__ = [
+    "DraftTree",
     "MaskRead",
     "MaskReport",
     "Reason",
     "TreeMaskMode",
+    "Verification",
     "VerifyMask",
     "alloc_verify_mask",
+    "build_tree",
+    "build_tree_from_parents",
     "clear_reports",
     "default_tree_mask_mode",
     "inductor_options",
@@ -23,4 +29,5 @@ __all__ = [
     "reports",
     "torchvm_backend",
     "tree_mask_numel",
+    "verify_tree_greedy",
 ]

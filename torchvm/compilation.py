@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._dynamo.backends.registry import register_backend
 
 from torchvm.passes.base import ChainedPasses, MaskPass, MaskPipeline
 from torchvm.passes.compact_tree_block_readers import CompactTreeBlockReaders
 from torchvm.passes.elide_unread_masks import ElideUnreadMasks
+from torchvm.passes.graph import graph_modules
 from torchvm.report_cache import load_reports, report_key, save_reports
 
 if TYPE_CHECKING:
@@ -188,10 +188,9 @@ def _compile_aot_eager(
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
     def rewrite_then_run(graph_module: GraphModule, inputs: list[Any]) -> Any:
-        for module in reversed(list(graph_module.modules())):
-            if isinstance(module, torch.fx.GraphModule):
-                pipeline(module.graph)
-                module.recompile()
+        for module in graph_modules(graph_module):
+            pipeline(module.graph)
+            module.recompile()
         return boxed_nop(graph_module, inputs)
 
     return aot_eager(gm, example_inputs, fw_compiler=rewrite_then_run)

@@ -18,6 +18,7 @@ from torchvm.compilation import PASSES
 from torchvm.passes.base import MaskPipeline
 from torchvm.passes.graph import (
     format_value,
+    graph_modules,
     neighbourhood,
     op_call,
     source_line,
@@ -78,8 +79,7 @@ def trace_graphs(
     graphs: list[TracedGraph] = []
 
     def grab(gm: GraphModule, _: list[Any]) -> Any:
-        for module in reversed([m for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]):
-            graphs.append(_inspect(module.graph, every_node=every_node))
+        graphs.extend(_inspect(m.graph, every_node=every_node) for m in graph_modules(gm))
         return gm.forward
 
     backend = aot_autograd(fw_compiler=grab, keep_inference_input_mutations=True)

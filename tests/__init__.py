@@ -1,0 +1,1 @@
+"""Tests of torchvm, one file a module."""
