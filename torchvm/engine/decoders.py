@@ -1,0 +1,248 @@
+"""Decoding loops over compiled steps: speculative, and plain for comparison."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchvm.engine.batch import Batch
+from torchvm.engine.cache import KVCache
+from torchvm.engine.drafts import pack_drafts
+from torchvm.engine.steps import (
+    RECOMPILE_LIMIT,
+    StepShape,
+    compiled_step,
+    plain_step,
+    prefill,
+    verify_step,
+)
+from torchvm.integrations.transformers import cache_keyword, tree_attention_of
+from torchvm.ops.layout import TreeMaskMode, tree_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from torchvm.engine.drafts import Drafter
+
+__all__ = ["Decoder", "Generation", "PlainDecoder", "SpeculativeDecoder"]
+
+
+class Generation(NamedTuple):
+    """What a run produced."""
+
+    sequences: list[list[int]]
+    """New tokens of each request, the end token included."""
+    accepted: list[list[int]]
+    """Tokens beyond the first that each step gave a request, for the steps it took part in."""
+    steps: int
+    """Forwards of the whole batch, prefill aside."""
+    prefill_seconds: float
+    decode_seconds: float
+    """Drafting, forwards and cache compaction; compiles aside when warmed up before."""
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Mean number of drafts accepted in a step of a request, the bonus token not counted."""
+        counts = [count for row in self.accepted for count in row]
+        return sum(counts) / len(counts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all requests by `decode_seconds`."""
+        return sum(map(len, self.sequences)) / self.decode_seconds
+
+
+class Decoder(ABC):
+    """A model bound to a batch size and a context, whose step is compiled once.
+
+    Args:
+        model: a Llama-like causal LM of transformers in eval mode.
+        batch_size: B, the number of prompts of every run.
+        max_context_len: most tokens of a request, prompt included.
+        inner: what compiles the step, "inductor" or "aot_eager".
+
+    Raises:
+        ValueError: when the model trains, or its positions end before `max_context_len`.
+    """
+
+    step: Callable[..., Any]
+    num_tokens: int
+
+    def __init__(
+        self, model: PreTrainedModel, *, batch_size: int, max_context_len: int, inner: str
+    ) -> None:
+        limit = model.config.max_position_embeddings
+        if max_context_len > limit:
+            raise ValueError(
+                f"max_context_len must be at most the model's {limit}, got {max_context_len}"
+            )
+        if model.training:
+            raise ValueError("model must be in eval mode, got one that trains: call model.eval()")
+        self.model = model
+        self.batch_size = batch_size
+        self.max_context_len = max_context_len
+        self._compiled = compiled_step(type(self).step, inner)
+        self._cache_name = cache_keyword(model)
+        self._warm = False
+
+    def warm_up(self) -> float:
+        """Compile the step by running it once on nothing; return the seconds that took."""
+        started = time.perf_counter()
+        with torch.inference_mode(), tree_attention_of(self.model):
+            nothing = Batch(
+                [[0]] * self.batch_size, max_new_tokens=1, eos_token_ids=(), max_context_len=2
+            )
+            self._advance(self._allocate(), nothing)
+        return time.perf_counter() - started
+
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] = (),
+        on_step: Callable[[list[list[int]]], None] | None = None,
+    ) -> Generation:
+        """Decode a batch greedily.
+
+        Args:
+            prompts: `batch_size` lists of tokens.
+            max_new_tokens: budget of each request.
+            eos_token_ids: a request ends with the first of these.
+            on_step: is given the new tokens of each request after every step.
+
+        Raises:
+            ValueError: when a prompt leaves no room for a token.
+            RuntimeError: when a step after the first would be compiled anew.
+        """
+        if len(prompts) != self.batch_size:
+            raise ValueError(f"prompts must be {self.batch_size}, got {len(prompts)}")
+        batch = Batch(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            max_context_len=self.max_context_len,
+        )
+        accepted: list[list[int]] = [[] for _ in prompts]
+        steps = 0
+        with torch.inference_mode(), tree_attention_of(self.model):
+            started = time.perf_counter()
+            kv_cache = self._allocate()
+            prefill(self.model, kv_cache, batch.sequences)
+            prefilled = time.perf_counter()
+            while any(batch.active):
+                found = self._advance(kv_cache, batch)
+                steps += 1
+                appended = [batch.extend(b, tokens) for b, tokens in enumerate(found)]
+                for row, tokens in zip(accepted, appended, strict=True):
+                    row.extend([len(tokens) - 1] if tokens else [])
+                if on_step:
+                    on_step(appended)
+            ended = time.perf_counter()
+        return Generation(
+            batch.new_tokens(), accepted, steps, prefilled - started, ended - prefilled
+        )
+
+    @abstractmethod
+    def _advance(self, kv_cache: KVCache, batch: Batch) -> list[list[int]]:
+        """Run one step; return what each active request is to append, [] for the others."""
+
+    def _allocate(self) -> KVCache:
+        capacity = self.max_context_len + self.num_tokens
+        return KVCache.allocate(self.model.config, self.batch_size, capacity, self.model.dtype)
+
+    def _run(self, kv_cache: KVCache, *inputs: Any) -> Any:
+        with _one_compile(warm=self._warm):
+            out = self._compiled(self.model, self._cache_name, kv_cache, *inputs)
+        self._warm = True
+        return out
+
+
+class PlainDecoder(Decoder):
+    """One token a step, with neither drafts nor mask."""
+
+    step = plain_step
+    num_tokens = 1
+    last_logits: Tensor
+    """(B, vocabulary) of the last step."""
+
+    def _advance(self, kv_cache: KVCache, batch: Batch) -> list[list[int]]:
+        roots = torch.tensor([sequence[-1:] for sequence in batch.sequences])
+        tokens, logits = self._run(kv_cache, roots, torch.tensor(batch.seq_lens()))
+        self.last_logits = logits[:, -1]
+        return [row if on else [] for row, on in zip(tokens.tolist(), batch.active, strict=True)]
+
+
+class SpeculativeDecoder(Decoder):
+    """Verifies a drafted tree a step.
+
+    Args:
+        model: see `Decoder`.
+        drafter: proposes the trees; its `num_draft_tokens` and `topk` shape the step.
+        batch_size: see `Decoder`.
+        max_context_len: see `Decoder`.
+        inner: see `Decoder`.
+        mask_mode: the layout that the mask is declared in.
+    """
+
+    step = verify_step
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        *,
+        batch_size: int,
+        max_context_len: int,
+        inner: str = "inductor",
+        mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
+    ) -> None:
+        super().__init__(
+            model, batch_size=batch_size, max_context_len=max_context_len, inner=inner
+        )
+        self.drafter = drafter
+        self.num_tokens = drafter.num_draft_tokens
+        self.shape = StepShape(
+            num_draft_tokens=drafter.num_draft_tokens,
+            max_context_len=max_context_len,
+            tree_mask_mode=tree_mode(mask_mode),
+            is_causal_chain=drafter.topk == 1,
+        )
+
+    def _advance(self, kv_cache: KVCache, batch: Batch) -> list[list[int]]:
+        tokens, parents = pack_drafts(
+            self.drafter.propose(batch.sequences, batch.active),
+            batch.sequences,
+            batch.active,
+            num_draft_tokens=self.num_tokens,
+            topk=self.drafter.topk,
+            vocab_size=self.model.config.vocab_size,
+        )
+        seq_lens = batch.seq_lens()
+        outputs = self._run(kv_cache, tokens, parents, torch.tensor(seq_lens), self.shape)
+        predicts, accept_index, accept_num = (output.tolist() for output in outputs)
+        found, paths = [], []
+        for b, on in enumerate(batch.active):
+            nodes = accept_index[b][: accept_num[b] + 1] if on else []
+            found.append([predicts[node] for node in nodes])
+            paths.append([node - b * self.num_tokens for node in nodes[1:]])
+        kv_cache.compact(seq_lens, paths)
+        return found
+
+
+@contextmanager
+def _one_compile(*, warm: bool) -> Iterator[None]:
+    """Allow a compile, or fail on one."""
+    if warm:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+    else:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            yield

@@ -1,0 +1,148 @@
+"""Run a stock transformers causal LM on torchvm's attention, cache and verify mask.
+
+Importing this module registers the attention function `torchvm` with transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface
+
+import torchvm.ops.attention  # noqa: F401 - registers torch.ops.torchvm.tree_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+__all__ = ["ATTENTION", "StepCache", "VerifyInputs", "cache_keyword", "tree_attention_of"]
+
+ATTENTION = "torchvm"
+
+
+class VerifyInputs(NamedTuple):
+    """What the attention of every layer is told: the keyword `verify` of the model's forward."""
+
+    page_table: Tensor
+    """(B, max_pages) int32."""
+    seq_lens: Tensor
+    """(B,) int64, committed tokens of each request."""
+    tree_mask: Tensor | None
+    """1-D bool in the layout `tree_mask_mode`; None for a chain."""
+    tree_mask_mode: int
+    is_causal_chain: bool
+
+
+class StepCache:
+    """The cache object that one forward of a transformers model sees.
+
+    It writes each request's n new keys and values behind its committed ones and gives attention
+    the whole buffers, which `torchvm::tree_attention` indexes itself.
+
+    Args:
+        keys: one (B, capacity, num_kv_heads, head_dim) buffer per layer, written in place.
+        values: like `keys`.
+        seq_lens: (B,) int64, where each request's new tokens begin.
+        num_tokens: n.
+    """
+
+    is_compileable = False
+    is_sliding = (False,)
+
+    def __init__(
+        self, keys: list[Tensor], values: list[Tensor], seq_lens: Tensor, num_tokens: int
+    ) -> None:
+        self._keys, self._values = keys, values
+        device = seq_lens.device
+        self._rows = torch.arange(seq_lens.shape[0], device=device).unsqueeze(1)
+        self._columns = seq_lens.unsqueeze(1) + torch.arange(num_tokens, device=device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store (B, num_kv_heads, n, head_dim) states; return the layer's buffers."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._rows, self._columns] = key_states.transpose(1, 2).to(keys.dtype)
+        values[self._rows, self._columns] = value_states.transpose(1, 2).to(values.dtype)
+        return keys, values
+
+    def get_seq_length(self, _layer_idx: int = 0) -> int:
+        """Return 0: requests differ in length, so positions are always passed to the model."""
+        return 0
+
+    def get_query_offset(self, _layer_idx: int = 0) -> int:
+        """Return 0, for the same reason."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, _layer_idx: int = 0) -> tuple[int, int]:
+        """Return (kv_length, kv_offset) of a mask that no layer looks at."""
+        return query_length, 0
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    verify: VerifyInputs | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' convention: query (B, num_q_heads, n, head_dim)."""
+    if verify is None:
+        raise ValueError(
+            f"attention {ATTENTION!r} needs verify=VerifyInputs(...) in the model's forward, "
+            f"got None in {type(module).__name__}: use torchvm.engine.generate"
+        )
+    out = torch.ops.torchvm.tree_attention(
+        query.transpose(1, 2),
+        key,
+        value,
+        verify.page_table,
+        verify.seq_lens,
+        verify.tree_mask,
+        verify.tree_mask_mode,
+        verify.is_causal_chain,
+        scaling,
+        sliding_window or 0,
+        softcap or 0.0,
+    )
+    return out, None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+@contextmanager
+def tree_attention_of(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model attend through torchvm inside the block; its own attention comes back after.
+
+    Raises:
+        ValueError: when the model's class cannot change its attention.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION)
+    try:
+        if model.config._attn_implementation != ATTENTION:
+            raise ValueError(
+                "model must be of a class that takes its attention from AttentionInterface, "
+                f"got {type(model).__name__}"
+            )
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """Name of the forward's cache argument, which transformers renamed in its fifth series."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
