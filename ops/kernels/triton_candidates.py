@@ -17,7 +17,7 @@ from torchvm.ops.kernels.triton_launch import device_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["candidates_kernel", "select_draft_candidates"]
+__all__ = ["candidates_block", "candidates_kernel", "select_draft_candidates"]
 
 # Scores looked at at once; more are read again for each bit of the threshold.
 MAX_BLOCK = 2048
@@ -113,6 +113,12 @@ def candidates_kernel(
         taken += tl.sum(take.to(tl.int32), axis=0)
 
 
+def candidates_block(num_candidates: int) -> tuple[int, int]:
+    """Candidates that a program looks at at once, and its warps."""
+    block = min(triton.next_power_of_2(num_candidates), MAX_BLOCK)
+    return block, 4 if block <= 1024 else 8
+
+
 def select_draft_candidates(
     scores: Tensor, tokens: Tensor, num_draft_tokens: int
 ) -> tuple[Tensor, Tensor]:
@@ -132,10 +138,10 @@ def select_draft_candidates(
     draft_tokens = tokens.new_empty(batch, num_selected)
     if batch == 0 or num_selected == 0:
         return selected_index, draft_tokens
-    block = min(triton.next_power_of_2(num_candidates), MAX_BLOCK)
+    block, num_warps = candidates_block(num_candidates)
     with device_of(scores):
         candidates_kernel[(batch,)](
             scores.contiguous(), tokens.contiguous(), selected_index, draft_tokens,
-            num_candidates, num_selected, BLOCK=block, num_warps=4 if block <= 1024 else 8,
+            num_candidates, num_selected, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return selected_index, draft_tokens

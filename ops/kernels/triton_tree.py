@@ -29,7 +29,14 @@ from torchvm.ops.layout import TreeMaskMode, packed_row_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TreeTile", "build_tree", "build_tree_from_parents", "tree_kernel", "tree_tile"]
+__all__ = [
+    "TreeTile",
+    "build_tree",
+    "build_tree_from_parents",
+    "store_unit",
+    "tree_kernel",
+    "tree_tile",
+]
 
 FULL = tl.constexpr(int(TreeMaskMode.FULL_MASK))
 PACKED = tl.constexpr(int(TreeMaskMode.QLEN_ONLY_BITPACKING))
