@@ -19,7 +19,7 @@ from torchvm.ops.library import NAMESPACE
 from torchvm.ops.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["UnhashableError", "cache_key", "function_key"]
 
@@ -52,13 +52,13 @@ def cache_key(options: Sequence[object]) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def function_key(function: FunctionType) -> str:
+def function_key(function: Callable[..., Any]) -> str:
     """Identify a Python function by what it computes: code, defaults, closure and globals.
 
     Raises:
         UnhashableError: when one of these is not a plain value, function, class or module.
     """
-    return _function_key(function, ())
+    return _value_key(function)
 
 
 @cache

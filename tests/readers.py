@@ -5,9 +5,14 @@ Each records nothing and returns numbers that depend on every cell its contract 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from torchvm.ops.contracts import MaskRead, register_mask_reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["READERS"]
 
@@ -59,7 +64,7 @@ def _rows(mask: torch.Tensor, seq_lens: torch.Tensor, n: int, *_: object) -> tor
     return torch.empty(seq_lens.shape[0], n)
 
 
-def _define(schema: str, kernel: object, fake: object) -> None:
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, kernel, "CPU")

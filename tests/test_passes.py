@@ -164,16 +164,15 @@ def test_a_mask_across_a_graph_break_is_kept_on_both_sides() -> None:
 def test_only_selected_passes_run() -> None:
     function = CASES["tree_block_reader"].function
     args = batch()
-    options = {"inner": "aot_eager", "passes": ["ElideUnreadMasks"]}
+    options: dict[str, Any] = {"inner": "aot_eager", "passes": ["ElideUnreadMasks"]}
     compiled = torch.compile(function, backend="torchvm", options=options)
     _assert_equal(compiled(*args), function(*args))
     assert [r.verdict for r in torchvm.reports()] == [Reason.TREE_BLOCK_READ]
 
 
 def test_no_selected_pass_keeps_every_mask() -> None:
-    compiled = torch.compile(
-        CASES["dead"].function, backend="torchvm", options={"inner": "aot_eager", "passes": []}
-    )
+    options: dict[str, Any] = {"inner": "aot_eager", "passes": []}
+    compiled = torch.compile(CASES["dead"].function, backend="torchvm", options=options)
     compiled(*batch())
     assert [r.verdict for r in torchvm.reports()] == [Reason.PASS_OFF]
 
@@ -190,7 +189,8 @@ def test_a_training_graph_is_rewritten_too() -> None:
     def step(parents: Tensor, seq_lens: Tensor, weight: Tensor) -> Tensor:
         mask = torchvm.alloc_verify_mask(2, 3, CONTEXT, FULL)
         positions = torch.ops.torchvm.build_tree_from_parents(parents, seq_lens, mask, 3, FULL)[0]
-        return (positions * weight).sum()
+        loss: Tensor = (positions * weight).sum()
+        return loss
 
     parents, seq_lens = batch()
     weight = torch.ones(6, requires_grad=True)

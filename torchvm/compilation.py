@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch._dynamo.backends.registry import register_backend
 
@@ -161,7 +161,7 @@ def _compile_inductor(
     pipeline = MaskPipeline(selected, runs.append)
     settings = _with_pipeline(pipeline, _inductor_settings(mode, options))
     key = report_key(gm, example_inputs, pipeline.uuid())
-    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=settings)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)
     found = [report for run in runs for report in run]
     if runs:
         save_reports(key, found)
@@ -178,7 +178,7 @@ def _compile_inductor(
             save_reports(key, stored)
         found = stored
     _reports.extend(found)
-    return compiled
+    return cast("Callable[..., Any]", compiled)
 
 
 def _compile_aot_eager(
