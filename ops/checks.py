@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import SymInt, Tensor
 
-__all__ = ["check_int64", "check_mask", "check_shape", "int64", "require"]
+__all__ = ["check_mask", "check_tensor", "int64", "require"]
 
 
 def require(holds: bool | torch.SymBool, message: Callable[[], str]) -> None:
@@ -22,18 +22,18 @@ def require(holds: bool | torch.SymBool, message: Callable[[], str]) -> None:
         torch._check_value(holds, message)
 
 
-def check_int64(name: str, tensor: Tensor, dims: int) -> None:
-    """Require an int64 tensor of so many dimensions."""
-    require(tensor.dtype is torch.int64, lambda: f"{name} must be torch.int64, got {tensor.dtype}")
-    require(tensor.dim() == dims, lambda: f"{name} must be {dims}-D, got {_shape(tensor)}")
-
-
-def check_shape(name: str, tensor: Tensor, *shape: int | SymInt) -> None:
-    """Require a tensor, whose number of dimensions is checked already, to have this shape."""
-    for size, wanted in zip(tensor.shape, shape, strict=True):
+def check_tensor(
+    name: str, tensor: Tensor, *shape: int | SymInt, dtype: torch.dtype = torch.int64
+) -> None:
+    """Require a tensor of this shape and dtype; one comparison when sizes are plain numbers."""
+    if type(tensor) is torch.Tensor and tensor.dtype is dtype and tensor.shape == shape:
+        return
+    require(tensor.dtype is dtype, lambda: f"{name} must be {dtype}, got {tensor.dtype}")
+    sizes = tuple(tensor.shape)
+    require(len(sizes) == len(shape), lambda: f"{name} must be {len(shape)}-D, got {_list(sizes)}")
+    for size, wanted in zip(sizes, shape, strict=True):
         require(
-            size == wanted,
-            lambda: f"{name} must be of shape {_list(shape)}, got {_shape(tensor)}",
+            size == wanted, lambda: f"{name} must be of shape {_list(shape)}, got {_list(sizes)}"
         )
 
 
@@ -43,32 +43,28 @@ def check_mask(
     batch: int | SymInt,
     num_draft_tokens: int | SymInt,
     name: str = "tree_mask",
-) -> TreeMaskMode:
-    """Require a mask that can hold a batch of this size with lengths of 0; return its mode."""
-    mode = tree_mode(tree_mask_mode)
-    dtype = tree_mask.dtype
+) -> None:
+    """Require a mask that can hold a batch of this size, as far as that needs no lengths."""
+    mode, dtype = tree_mode(tree_mask_mode), tree_mask.dtype
     if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
         require(
             dtype is torch.uint8,
             lambda: f"{name} must be torch.uint8 for {mode.name}, got {dtype}",
         )
-    else:
-        require(
-            dtype is torch.bool or dtype is torch.uint8,
-            lambda: f"{name} must be torch.bool or torch.uint8, got {dtype}",
-        )
-    require(tree_mask.dim() == 1, lambda: f"{name} must be 1-D, got {_shape(tree_mask)}")
+    require(
+        dtype is torch.bool or dtype is torch.uint8,
+        lambda: f"{name} must be torch.bool or torch.uint8, got {dtype}",
+    )
+    require(tree_mask.dim() == 1, lambda: f"{name} must be 1-D, got {_list(tree_mask.shape)}")
     require(
         tree_mask.is_contiguous(),
-        lambda: f"{name} must be contiguous, got stride {tree_mask.stride()[0]}",
+        lambda: f"{name} must be contiguous, got a stride of {tree_mask.stride()[0]}",
     )
-    least = live_mask_numel(mode, batch, num_draft_tokens)
-    numel = tree_mask.numel()
+    least, numel = live_mask_numel(mode, batch, num_draft_tokens), tree_mask.numel()
     require(
         numel >= least,
         lambda: f"{name} must be of at least {least} elements for {mode.name}, got {numel}",
     )
-    return mode
 
 
 def int64(tensor: Tensor) -> Tensor:
@@ -76,9 +72,5 @@ def int64(tensor: Tensor) -> Tensor:
     return tensor.long() if tensor.dtype is torch.int32 else tensor
 
 
-def _shape(tensor: Tensor) -> str:
-    return _list(tensor.shape)
-
-
-def _list(shape: torch.Size | tuple[int | SymInt, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
+def _list(sizes: tuple[int | SymInt, ...]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"

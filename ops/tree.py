@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchvm.ops.checks import check_int64, check_mask, check_shape, int64, require
+from torchvm.ops.checks import check_mask, check_tensor, int64, require
 from torchvm.ops.kernels import cpu_tree
 from torchvm.ops.library import register_op
 
@@ -56,11 +56,9 @@ def _check(
     require(depth >= 1, lambda: f"depth must be >= 1, got {depth}")
     _check_batch(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
     batch = seq_lens.shape[0]
-    check_int64("parent_list", parent_list, 2)
-    width = topk * (depth - 1) + 1 if depth > 1 else parent_list.shape[1]
-    check_shape("parent_list", parent_list, batch, width)
-    check_int64("selected_index", selected_index, 2)
-    check_shape("selected_index", selected_index, batch, num_draft_tokens - 1)
+    width = topk * (depth - 1) + 1 if depth > 1 else parent_list.shape[-1]
+    check_tensor("parent_list", parent_list, batch, width)
+    check_tensor("selected_index", selected_index, batch, num_draft_tokens - 1)
 
 
 def _check_batch(
@@ -69,7 +67,7 @@ def _check_batch(
     require(
         num_draft_tokens >= 1, lambda: f"num_draft_tokens must be >= 1, got {num_draft_tokens}"
     )
-    check_int64("seq_lens", seq_lens, 1)
+    check_tensor("seq_lens", seq_lens, seq_lens.shape[0])
     check_mask(tree_mask, tree_mask_mode, seq_lens.shape[0], num_draft_tokens)
 
 
@@ -82,8 +80,7 @@ def _check_parents(
 ) -> None:
     """Check all that needs no data."""
     _check_batch(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
-    check_int64("parents", parents, 2)
-    check_shape("parents", parents, seq_lens.shape[0], num_draft_tokens)
+    check_tensor("parents", parents, seq_lens.shape[0], num_draft_tokens)
 
 
 def _empty_tree(seq_lens: Tensor, n: int | SymInt) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torchvm.ops.checks import check_int64, check_shape, require
+from torchvm.ops.checks import check_tensor, require
 from torchvm.ops.kernels import cpu_verify
 from torchvm.ops.library import register_op
 
@@ -43,17 +43,17 @@ def _check(
 ) -> None:
     """Check shapes and dtypes; the rest is data."""
     require(max_accept >= 1, lambda: f"max_accept must be >= 1, got {max_accept}")
-    check_int64("candidates", candidates, 2)
+    require(candidates.dim() == 2, lambda: f"candidates must be 2-D, got {candidates.dim()}-D")
     batch, n = candidates.shape
     require(n >= 1, lambda: f"candidates must have at least 1 column, got {n}")
     for name, tensor in (
+        ("candidates", candidates),
         ("retrieve_index", retrieve_index),
         ("retrieve_next_token", retrieve_next_token),
         ("retrieve_next_sibling", retrieve_next_sibling),
         ("target_predict", target_predict),
     ):
-        check_int64(name, tensor, 2)
-        check_shape(name, tensor, batch, n)
+        check_tensor(name, tensor, batch, n)
 
 
 def _fake(
