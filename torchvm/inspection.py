@@ -5,6 +5,7 @@ Everything runs on fake tensors: nothing is computed and no mask is allocated.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -84,10 +85,11 @@ def trace_graphs(
 
     backend = aot_autograd(fw_compiler=grab, keep_inference_input_mutations=True)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fake = partial(fake_mode.from_tensor, static_shapes=not dynamic)
     torch._dynamo.reset()
     try:
         with fake_mode, torch.no_grad():
-            fakes = tree_map_only(torch.Tensor, fake_mode.from_tensor, (args, dict(kwargs or {})))
+            fakes = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs or {})))
             torch.compile(function, backend=backend, dynamic=dynamic)(*fakes[0], **fakes[1])
     finally:
         torch._dynamo.reset()
@@ -123,14 +125,20 @@ def _name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _input(name: str, value: Any, mark: str) -> str:
-    shown = format_value(symbolic_value(value)) or format_value(_values(value)) or repr(value)
+def _input(name: str, argument: Any, mark: str) -> str:
+    shown = _shown(argument)
     return f"{name}{mark}={shown}" if name else shown
 
 
-def _values(value: Any) -> Any:
-    nested = isinstance(value, tuple | list)
-    return [symbolic_value(v) for v in value] if nested else None
+def _shown(argument: Any) -> str:
+    """A tensor or symbol by its metadata, a node of several results by name, the rest as is."""
+    if isinstance(argument, tuple | list):
+        return "[" + ", ".join(map(_shown, argument)) + "]"
+    value = symbolic_value(argument)
+    several = value is None or isinstance(value, tuple | list)
+    if isinstance(argument, torch.fx.Node) and several:
+        return f"%{argument.name}"
+    return format_value(value) or repr(argument)
 
 
 def _nbytes(value: Any) -> int | str | None:
