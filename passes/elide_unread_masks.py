@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from torchvm.ops.contracts import MaskRead
 from torchvm.ops.layout import TreeMaskMode
-from torchvm.passes.base import MaskPass, change_mode
+from torchvm.passes.base import MaskPass
 from torchvm.passes.report import Reason
 from torchvm.passes.requirements import first_refusal
+from torchvm.passes.rewrite import change_mode
 
 if TYPE_CHECKING:
     from torchvm.passes.liveness import Mask

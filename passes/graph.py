@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OpCall",
     "Written",
+    "called_op",
     "format_graph",
     "format_value",
     "graph_modules",
@@ -107,17 +108,25 @@ def op_call(node: Node) -> OpCall | None:
     Looks through auto_functionalized wrappers of both versions. A wrapper around a higher-order
     operator is not an operator call.
     """
-    if node.op != "call_function":
+    op = called_op(node)
+    if op is None:
         return None
     if node.target is auto_functionalized:
-        return _unwrap_v1(node)
+        return _unwrap_v1(node, op)
     if node.target is auto_functionalized_v2:
-        return _unwrap_v2(node)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    schema = node.target._schema.arguments
+        return _unwrap_v2(node, op)
+    schema = op._schema.arguments
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
-    return OpCall(node, node.target, _with_defaults(node.target, given), {})
+    return OpCall(node, op, _with_defaults(op, given), {})
+
+
+def called_op(node: Node) -> torch._ops.OpOverload | None:
+    """Return the registered operator that a node calls, bare or in a wrapper."""
+    if node.op != "call_function":
+        return None
+    wrapped = node.target in (auto_functionalized, auto_functionalized_v2)
+    op = node.args[0] if wrapped else node.target
+    return op if isinstance(op, torch._ops.OpOverload) else None
 
 
 def source_line(node: Node) -> str:
@@ -204,10 +213,7 @@ def _versions(wrapper: Node, position: int) -> tuple[Node, ...]:
     )
 
 
-def _unwrap_v1(node: Node) -> OpCall | None:
-    op = node.args[0]
-    if not isinstance(op, torch._ops.OpOverload):
-        return None
+def _unwrap_v1(node: Node, op: torch._ops.OpOverload) -> OpCall:
     mutated = _mutated_names(op)
     returned = max(len(op._schema.returns), 1)
     written = {}
@@ -219,10 +225,7 @@ def _unwrap_v1(node: Node) -> OpCall | None:
     return OpCall(node, op, arguments, written)
 
 
-def _unwrap_v2(node: Node) -> OpCall | None:
-    op = node.args[0]
-    if not isinstance(op, torch._ops.OpOverload):
-        return None
+def _unwrap_v2(node: Node, op: torch._ops.OpOverload) -> OpCall:
     mutated = _mutated_names(op)
     bases: Any = node.kwargs.get("_all_bases", ())
     returned = 0 if torch._library.utils.is_out(op) else max(len(op._schema.returns), 1)

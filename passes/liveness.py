@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchvm.ops.contracts import BUILDERS, MaskRead, MaskReader, mask_readers
 from torchvm.ops.layout import TreeMaskMode, tree_mode
 from torchvm.ops.library import NAMESPACE
-from torchvm.passes.graph import OpCall, Written, op_call, source_line, symbolic_value
+from torchvm.passes.graph import OpCall, Written, called_op, op_call, source_line, symbolic_value
 from torchvm.passes.report import ReaderReport, Reason
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Mask(NamedTuple):
     uses: list[Use]
     sizes: list[Node]
     """Nodes that compute a number from the mask's size."""
+    metadata: list[Node]
+    """Nodes that take dtype and device of the mask, and nothing else."""
     versions: dict[Node, Build | None]
     """Every value of the whole buffer and the build that wrote it, the root first."""
     obstacle: Reason | None
@@ -147,8 +149,9 @@ def find_masks(graph: Graph) -> list[Mask]:
 
 
 def _build(node: Node) -> Build | None:
-    call = op_call(node)
-    builder = BUILDERS.get(call.name) if call is not None else None
+    op = called_op(node)
+    builder = BUILDERS.get(str(op.name())) if op is not None else None
+    call = op_call(node) if builder is not None else None
     if call is None or builder is None:
         return None
     written = call.written.get(builder.mask_arg)
@@ -170,7 +173,7 @@ def _follow(root: Node, builds: dict[Node, Build]) -> Mask:
     """Collect what happens to the mask that begins at `root`."""
     call = op_call(root)
     alloc = call if call is not None and call.name == ALLOC else None
-    mask = Mask(root, alloc, [], [], [], {root: None}, None)
+    mask = Mask(root, alloc, [], [], [], [], {root: None}, None)
     pending = [root]
     for version in pending:  # Grows while it is walked: chains can be long.
         for user in version.users:
@@ -189,7 +192,9 @@ def _use(mask: Mask, version: Node, user: Node, builds: dict[Node, Build]) -> tu
         return build.written.versions
     if user.target in _SIZE_OPS:
         mask.sizes.append(user)
-    elif user.target not in _METADATA_OPS and not _writes_input_back(mask, user, version):
+    elif user.target in _METADATA_OPS:
+        mask.metadata.append(user)
+    elif not _writes_input_back(mask, user, version):
         mask.uses.append(_read(version, user)._replace(build=mask.versions[version]))
     return ()
 
@@ -234,12 +239,12 @@ def _obstacle(mask: Mask) -> Reason | None:
         return Reason.GRAPH_INPUT
     if any(not build.written.whole for build in builds) or _is_view(mask.root):
         return Reason.BUILT_THROUGH_VIEW
-    if mask.alloc is None:
-        return Reason.NOT_AN_ALLOC
     told = [use.told_mode for use in mask.uses if use.told_mode is not None]
     modes = {mask.mode, *(build.mode for build in builds), *map(_mode, told)}
     if len(modes) > 1:
         return Reason.MODE_MISMATCH
+    if mask.alloc is None:
+        return Reason.NOT_AN_ALLOC
     if mask.mode is not TreeMaskMode.FULL_MASK:
         return Reason.ALREADY_COMPACT
     return None if _holds_every_build(mask.alloc, builds) else Reason.CAPACITY

@@ -17,6 +17,8 @@ class Reason(StrEnum):
 
     ELIDED = "ELIDED"
     COMPACTED = "COMPACTED"
+    CAUSAL_CHAIN = "CAUSAL_CHAIN"
+    PREFIX_SKIPPED = "PREFIX_SKIPPED"
     ALREADY_COMPACT = "ALREADY_COMPACT"
     FULL_READ = "FULL_READ"
     NO_CONTRACT = "NO_CONTRACT"
@@ -28,6 +30,7 @@ class Reason(StrEnum):
     NO_MODE_ARG = "NO_MODE_ARG"
     MODE_NOT_TAKEN = "MODE_NOT_TAKEN"
     TREE_BLOCK_READ = "TREE_BLOCK_READ"
+    NO_CHAIN = "NO_CHAIN"
     GRAPH_INPUT = "GRAPH_INPUT"
     NOT_AN_ALLOC = "NOT_AN_ALLOC"
     BUILT_THROUGH_VIEW = "BUILT_THROUGH_VIEW"
@@ -53,6 +56,15 @@ REASONS: dict[Reason, ReasonText] = {
     ),
     Reason.COMPACTED: ReasonText(
         "every reader reads the tree block alone and was told the compact mode", "none needed"
+    ),
+    Reason.CAUSAL_CHAIN: ReasonText(
+        "every tree has topk = 1: readers were told that it is a chain and take no mask. It is "
+        "one if the drafts are well-formed, which is assumed",
+        "leave CausalChains out of the passes if drafts may be malformed",
+    ),
+    Reason.PREFIX_SKIPPED: ReasonText(
+        "the mask stays FULL_MASK and nobody reads its prefix columns: builds do not fill them",
+        "give the reader that only takes FULL_MASK a mode argument",
     ),
     Reason.ALREADY_COMPACT: ReasonText(
         "the mask was declared in a compact mode; only FULL_MASK is shrunk", "none needed"
@@ -95,6 +107,9 @@ REASONS: dict[Reason, ReasonText] = {
     Reason.TREE_BLOCK_READ: ReasonText(
         "the tree block is read, and the pass that compacts such masks is not selected",
         "select CompactTreeBlockReaders",
+    ),
+    Reason.NO_CHAIN: ReasonText(
+        "no reader with a causal argument takes a mask built with topk = 1", "none needed"
     ),
     Reason.GRAPH_INPUT: ReasonText(
         "the mask is an input of the graph: its buffer exists already",

@@ -13,10 +13,9 @@ from torchvm.passes.report import Reason
 
 if TYPE_CHECKING:
     from torchvm.ops.layout import TreeMaskMode
-    from torchvm.passes.graph import OpCall
     from torchvm.passes.liveness import Build, Mask, Use
 
-__all__ = ["first_refusal"]
+__all__ = ["first_refusal", "read_refusal"]
 
 _aten = torch.ops.aten
 _CONVERSIONS = frozenset(
@@ -33,40 +32,46 @@ def first_refusal(mask: Mask, mode: TreeMaskMode, most: MaskRead) -> Reason | No
     """Say what forbids `mode` for a mask whose readers may read `most`; None if nothing does."""
     if mask.obstacle is not None:
         return mask.obstacle
+    refusal = read_refusal(mask, most)
+    if refusal is not None:
+        return refusal
+    return next((r for use in mask.uses if (r := _mode_refusal(use, mode))), None)
+
+
+def read_refusal(mask: Mask, most: MaskRead) -> Reason | None:
+    """Say which use keeps it from being true that all reads are `most` of what was built."""
     for use in mask.uses:
-        refusal = _use_refuses(use, mode, most)
-        if refusal is not None:
-            return refusal
+        if use.reads > most:
+            if use.reason is not None:
+                return use.reason
+            full = use.reads is MaskRead.FULL
+            return Reason.FULL_READ if full else Reason.TREE_BLOCK_READ
+        if use.reads > MaskRead.NOTHING and not _same_lengths(use):
+            return Reason.LENGTHS_DIFFER
     if mask.reads is not MaskRead.NOTHING and not _builds_agree(mask.builds):
         return Reason.BUILDS_DIFFER
     return None
 
 
-def _use_refuses(use: Use, mode: TreeMaskMode, most: MaskRead) -> Reason | None:
-    if use.reads > most:
-        if use.reason is not None:
-            return use.reason
-        full = use.reads is MaskRead.FULL
-        return Reason.FULL_READ if full else Reason.TREE_BLOCK_READ
-    if use.reader is None or use.call is None:
+def _mode_refusal(use: Use, mode: TreeMaskMode) -> Reason | None:
+    """Say why a reader cannot be given `mode`: it cannot be told, or does not take it."""
+    if use.reader is None:
         raise AssertionError("only a contract makes a use less than FULL")
-    if use.reads > MaskRead.NOTHING and not _same_lengths(use.call, use.build):
-        return Reason.LENGTHS_DIFFER
     if use.reader.mode_arg is None:
         return Reason.NO_MODE_ARG if use.reads > MaskRead.NOTHING else None
     return None if mode in use.reader.modes else Reason.MODE_NOT_TAKEN
 
 
-def _same_lengths(call: OpCall, build: Build | None) -> bool:
+def _same_lengths(use: Use) -> bool:
     """Whether a reader that takes `seq_lens` is given those of the build.
 
     With others it finds other cells in FULL_MASK, whose rows lie by length, and the right ones
     in a compact layout.
     """
-    given = call.arguments.get("seq_lens")
-    if build is None or not isinstance(given, Node):
+    given = use.call.arguments.get("seq_lens") if use.call is not None else None
+    if use.build is None or not isinstance(given, Node):
         return True
-    return _before_conversion(given) is _before_conversion(build.seq_lens)
+    return _before_conversion(given) is _before_conversion(use.build.seq_lens)
 
 
 def _before_conversion(value: Any) -> Any:

@@ -22,6 +22,8 @@ READERS = torch.ops.torchvm_tests
 
 def _block(mask: torch.Tensor, seq_lens: torch.Tensor, n: int, mask_mode: int) -> torch.Tensor:
     """Weighted sum of every tree row, (B, n) float32."""
+    if mask_mode == 2:
+        mask = _unpacked(mask, len(seq_lens), n)
     out = torch.zeros(len(seq_lens), n)
     weights = 2.0 ** torch.arange(n)
     start = 0
@@ -32,6 +34,23 @@ def _block(mask: torch.Tensor, seq_lens: torch.Tensor, n: int, mask_mode: int) -
             out[b, i] = (row.to(torch.float32) * weights).sum()
             start += prefix + n
     return out
+
+
+def _unpacked(mask: torch.Tensor, bs: int, n: int) -> torch.Tensor:
+    """One cell an element, from bit rows."""
+    row_bytes = next((s for limit, s in ((8, 1), (16, 2), (32, 4)) if n <= limit), -(-n // 64) * 8)
+    rows = mask[: bs * n * row_bytes].view(bs * n, row_bytes, 1)
+    bits = (rows >> torch.arange(8)) & 1
+    return bits.reshape(bs * n, row_bytes * 8)[:, :n].reshape(-1)
+
+
+def _block_causal(
+    mask: torch.Tensor | None, seq_lens: torch.Tensor, n: int, mask_mode: int, causal: bool
+) -> torch.Tensor:
+    if causal:  # Row i of a chain is ones up to i.
+        return (2.0 ** torch.arange(1, n + 1) - 1).expand(len(seq_lens), n).contiguous()
+    assert mask is not None
+    return _block(mask, seq_lens, n, mask_mode)
 
 
 def _block_out(
@@ -73,6 +92,12 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
 
 _ROWS = "Tensor mask, Tensor seq_lens, SymInt n"
 _define(f"block({_ROWS}, int mask_mode) -> Tensor", _block, _rows)
+_define(f"block_any({_ROWS}, int mask_mode) -> Tensor", _block, _rows)
+_define(
+    "block_causal(Tensor? mask, Tensor seq_lens, SymInt n, int mask_mode, bool causal) -> Tensor",
+    _block_causal,
+    _rows,
+)
 _define(f"block_fixed({_ROWS}, int mask_mode) -> Tensor", _block, _rows)
 _define(f"block_out({_ROWS}, int mask_mode, Tensor(a!) result) -> ()", _block_out, lambda *_: None)
 _define(f"block_full_only({_ROWS}) -> Tensor", _block_full_only, _rows)
@@ -105,6 +130,26 @@ register_mask_reader(
     reads=MaskRead.TREE_BLOCK,
     mode_arg="mask_mode",
     modes=[0],
+)
+register_mask_reader(
+    "torchvm_tests::block_any",
+    arg="mask",
+    reads=MaskRead.TREE_BLOCK,
+    mode_arg="mask_mode",
+    modes=[0, 1, 2],
+)
+
+
+def _unless_causal(causal: bool, **_: object) -> MaskRead:
+    return MaskRead.NOTHING if causal else MaskRead.TREE_BLOCK
+
+
+register_mask_reader(
+    "torchvm_tests::block_causal",
+    arg="mask",
+    reads=_unless_causal,
+    mode_arg="mask_mode",
+    causal_arg="causal",
 )
 register_mask_reader("torchvm_tests::block_full_only", arg="mask", reads=MaskRead.TREE_BLOCK)
 register_mask_reader("torchvm_tests::count", arg="mask", reads=MaskRead.FULL)

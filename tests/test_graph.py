@@ -199,3 +199,46 @@ def test_sizes_asked_of_the_mask_in_the_graph_are_recomputed(target: str) -> Non
     *_, ones_of_declared_size = gm(5, 4, parents, seq_lens)
     assert [r.verdict for r in reports] == [Reason.COMPACTED]
     assert ones_of_declared_size.shape == (5 * 4 * (CONTEXT + 4),)
+
+
+def test_causal_chain() -> None:
+    assert_expected_inline(
+        _rewritten("causal_reader_of_a_chain"),
+        """\
+%arg0_1 = input : int64[2]
+%alloc_verify_mask = torchvm.alloc_verify_mask(bs=2, num_draft_tokens=3, max_context_len=20, tree_mask_mode=1, dtype=None, device=None) : bool[18]
+%clone = aten.clone(self=%expand, memory_format=torch.contiguous_format) : int64[2, 2]
+%clone_1 = aten.clone(self=%expand_1, memory_format=torch.contiguous_format) : int64[2, 8]
+%auto_functionalized_v2 = torchvm.build_tree(parent_list=%clone_1, selected_index=%clone, seq_lens=%arg0_1, tree_mask=%alloc_verify_mask!, topk=1, depth=8, num_draft_tokens=3, tree_mask_mode=1, fill_prefix=True)
+%getitem = getitem(%auto_functionalized_v2, 0) : int64[6]
+%getitem_4 = getitem(%auto_functionalized_v2, 4) : bool[18]""",
+    )
+
+
+def test_packed() -> None:
+    assert_expected_inline(
+        _rewritten("packing_readers"),
+        """\
+%arg0_1 = input : int64[2, 3]
+%arg1_1 = input : int64[2]
+%alloc_verify_mask = torchvm.alloc_verify_mask(bs=2, num_draft_tokens=3, max_context_len=20, tree_mask_mode=2, dtype=torch.uint8, device=None) : uint8[6]
+%auto_functionalized_v2 = torchvm.build_tree_from_parents(parents=%arg0_1, seq_lens=%arg1_1, tree_mask=%alloc_verify_mask!, num_draft_tokens=3, tree_mask_mode=2, fill_prefix=True)
+%getitem = getitem(%auto_functionalized_v2, 0) : int64[6]
+%getitem_4 = getitem(%auto_functionalized_v2, 4) : uint8[6]
+%block_any = torchvm_tests.block_any(mask=%getitem_4, seq_lens=%arg1_1, n=3, mask_mode=2) : float32[2, 3]
+%block_any_1 = torchvm_tests.block_any(mask=%getitem_4, seq_lens=%arg1_1, n=3, mask_mode=2) : float32[2, 3]""",
+    )
+
+
+def test_prefix_skipped() -> None:
+    assert_expected_inline(
+        _rewritten("tree_block_reader_without_mode"),
+        """\
+%arg0_1 = input : int64[2, 3]
+%arg1_1 = input : int64[2]
+%alloc_verify_mask = torchvm.alloc_verify_mask(bs=2, num_draft_tokens=3, max_context_len=20, tree_mask_mode=0, dtype=None, device=None) : bool[138]
+%auto_functionalized_v2 = torchvm.build_tree_from_parents(parents=%arg0_1, seq_lens=%arg1_1, tree_mask=%alloc_verify_mask!, num_draft_tokens=3, tree_mask_mode=0, fill_prefix=False)
+%getitem = getitem(%auto_functionalized_v2, 0) : int64[6]
+%getitem_4 = getitem(%auto_functionalized_v2, 4) : bool[138]
+%block_full_only = torchvm_tests.block_full_only(mask=%getitem_4, seq_lens=%arg1_1, n=3) : float32[2, 3]""",
+    )

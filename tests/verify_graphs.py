@@ -147,14 +147,73 @@ def several_tree_block_readers(parents: Tensor, seq_lens: Tensor) -> Any:
     return positions, first, READERS.block(mask, seq_lens, n, FULL) + first
 
 
-@_case(Reason.NO_MODE_ARG)
+@_case(Reason.COMPACTED)
+def packing_readers(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    positions = _build(mask, parents, seq_lens)
+    n = parents.shape[1]
+    first = READERS.block_any(mask, seq_lens, n, FULL)
+    return positions, first + READERS.block_any(mask, seq_lens, n, FULL)
+
+
+@_case(Reason.COMPACTED)
+def one_of_two_readers_packs(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    positions = _build(mask, parents, seq_lens)
+    n = parents.shape[1]
+    first = READERS.block_any(mask, seq_lens, n, FULL)
+    return positions, first + READERS.block(mask, seq_lens, n, FULL)
+
+
+@_case(Reason.COMPACTED)
+def packing_reader_beside_a_use_of_the_dtype(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    positions = _build(mask, parents, seq_lens)
+    rows = READERS.block_any(mask, seq_lens, parents.shape[1], FULL)
+    return positions, rows, mask.new_ones(3)
+
+
+def _chain(mask: Tensor, parents: Tensor, seq_lens: Tensor) -> Tensor:
+    bs, n = parents.shape
+    selected = torch.arange(n - 1).expand(bs, n - 1).contiguous()
+    depth = 8  # Of which a tree uses the first n - 1 levels.
+    parent_list = torch.arange(-1, depth - 1).expand(bs, depth).contiguous()
+    positions: Tensor = torch.ops.torchvm.build_tree(
+        parent_list, selected, seq_lens, mask, 1, depth, n, FULL, True
+    )[0]
+    return positions
+
+
+@_case(Reason.CAUSAL_CHAIN)
+def causal_reader_of_a_chain(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    positions = _chain(mask, parents, seq_lens)
+    return positions, READERS.block_causal(mask, seq_lens, parents.shape[1], FULL, False)
+
+
+@_case(Reason.COMPACTED)
+def causal_reader_of_a_tree(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    positions = _build(mask, parents, seq_lens)
+    return positions, READERS.block_causal(mask, seq_lens, parents.shape[1], FULL, False)
+
+
+@_case(Reason.FULL_READ)
+def chain_with_another_reader(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    positions = _chain(mask, parents, seq_lens)
+    rows = READERS.block_causal(mask, seq_lens, parents.shape[1], FULL, False)
+    return positions, rows, READERS.count(mask, 1)
+
+
+@_case(Reason.PREFIX_SKIPPED)
 def tree_block_reader_without_mode(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
     positions = _build(mask, parents, seq_lens)
     return positions, READERS.block_full_only(mask, seq_lens, parents.shape[1])
 
 
-@_case(Reason.MODE_NOT_TAKEN)
+@_case(Reason.PREFIX_SKIPPED)
 def tree_block_reader_of_full_alone(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
     positions = _build(mask, parents, seq_lens)

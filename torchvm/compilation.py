@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 from torch._dynamo.backends.registry import register_backend
 
 from torchvm.passes.base import ChainedPasses, MaskPass, MaskPipeline
+from torchvm.passes.causal_chains import CausalChains
 from torchvm.passes.compact_tree_block_readers import CompactTreeBlockReaders
 from torchvm.passes.elide_unread_masks import ElideUnreadMasks
 from torchvm.passes.graph import graph_modules
+from torchvm.passes.skip_prefix_fill import SkipPrefixFill
 from torchvm.report_cache import load_reports, report_key, save_reports
 
 if TYPE_CHECKING:
@@ -27,7 +29,12 @@ __all__ = [
     "torchvm_backend",
 ]
 
-PASSES: tuple[type[MaskPass], ...] = (ElideUnreadMasks, CompactTreeBlockReaders)
+PASSES: tuple[type[MaskPass], ...] = (
+    CausalChains,
+    ElideUnreadMasks,
+    CompactTreeBlockReaders,
+    SkipPrefixFill,
+)
 """Every mask pass, in the order in which they try a mask."""
 
 _HOOK = "joint_custom_pre_pass"
@@ -55,8 +62,8 @@ def inductor_options(
     """Options that make Inductor lay masks out by the graph: `torch.compile(f, options=...)`.
 
     Args:
-        passes: names of the passes to run, any of `ElideUnreadMasks` and
-            `CompactTreeBlockReaders`; all by default. Their order is fixed.
+        passes: names of the passes to run, out of `PASSES`; all by default. Their order is
+            fixed.
         options: Inductor options of your own, kept. A `joint_custom_pre_pass` among them, or one
             in Inductor's global config, runs before torchvm's.
 
