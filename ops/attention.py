@@ -68,13 +68,21 @@ def _cpu(
     mode = tree_mode(tree_mask_mode)
     n = query.shape[1]
     lengths = seq_lens.tolist()
-    pages = _check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
-    blocks = None
+    _check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
+    mask = None
     if not is_causal_chain:
         mask = _check_mask(tree_mask, mode, query.shape[0], n, sum(lengths))
-        blocks = cpu_attention.tree_blocks(mask, mode, seq_lens, n)
     return cpu_attention.tree_attention(
-        query, k_cache, v_cache, pages, lengths, blocks, scale, sliding_window, logit_cap
+        query,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        mask,
+        mode,
+        scale,
+        sliding_window,
+        logit_cap,
     )
 
 
