@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchvm.ops.kernels.triton_launch import device_of
+from torchvm.ops.kernels.triton_launch import OPTIONS, device_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,6 +142,6 @@ def select_draft_candidates(
     with device_of(scores):
         candidates_kernel[(batch,)](
             scores.contiguous(), tokens.contiguous(), selected_index, draft_tokens,
-            num_candidates, num_selected, BLOCK=block, num_warps=num_warps,
+            num_candidates, num_selected, BLOCK=block, num_warps=num_warps, **OPTIONS,
         )  # fmt: skip
     return selected_index, draft_tokens

@@ -7,7 +7,10 @@ from functools import cache
 
 import torch
 
-__all__ = ["device_of", "num_programs"]
+__all__ = ["OPTIONS", "device_of", "num_programs"]
+
+# No kernel here multiplies floats; Triton 3.9 warns where this is left to its default.
+OPTIONS = {"enable_fp_fusion": True}
 
 PROGRAMS_PER_SM = 4
 # Triton's interpreter runs programs one after another: few, but enough for them to share work.

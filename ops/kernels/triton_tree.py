@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchvm.ops.kernels.triton_launch import device_of, num_programs
+from torchvm.ops.kernels.triton_launch import OPTIONS, device_of, num_programs
 from torchvm.ops.kernels.triton_rows import (
     ancestor_bits,
     fill_prefixes,
@@ -215,7 +215,7 @@ def _launch(
             parent_list, selected_index, seq_lens, tree_mask.view(torch.uint8), *outputs,
             batch, num_draft_tokens, topk, limit, parent_width, row_units, tree_mask.numel(),
             MODE=int(tree_mask_mode), FILL_PREFIX=fills, FROM_PARENTS=from_parents,
-            **tile._asdict(), UNIT_BYTES=unit_bytes,
+            **tile._asdict(), UNIT_BYTES=unit_bytes, **OPTIONS,
         )  # fmt: skip
     return outputs
 

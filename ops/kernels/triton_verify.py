@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchvm.ops.kernels.triton_launch import device_of
+from torchvm.ops.kernels.triton_launch import OPTIONS, device_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,6 +137,6 @@ def verify_tree_greedy(
         verify_kernel[(batch,)](
             *(tensor.contiguous() for tensor in inputs), *outputs, n, max_accept,
             BLOCK_N=triton.next_power_of_2(n), BLOCK_W=triton.next_power_of_2(max_accept),
-            num_warps=1,
+            num_warps=1, **OPTIONS,
         )  # fmt: skip
     return outputs
