@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchvm.ops.checks import check_mask
 from torchvm.ops.contracts import MaskRead, register_mask_reader
-from torchvm.ops.kernels import cpu_attention
-from torchvm.ops.layout import TreeMaskMode, live_mask_numel, mask_dtype, tree_mode
+from torchvm.ops.layout import TreeMaskMode, live_mask_numel, tree_mode
 from torchvm.ops.library import register_op
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _fake(
     _require(logit_cap >= 0, "logit_cap", ">= 0 (0 is no cap)", logit_cap)
     mode = tree_mode(tree_mask_mode)
     if not is_causal_chain:
-        _check_mask(tree_mask, mode, query.shape[0], query.shape[1], 0)
+        _check_mask(tree_mask, mode, query.shape[0], query.shape[1])
     return query.new_empty(query.shape)
 
 
@@ -62,6 +62,8 @@ def _cpu(
     sliding_window: int = 0,
     logit_cap: float = 0.0,
 ) -> Tensor:
+    from torchvm.ops.kernels import cpu_attention
+
     _check_tensors(query, k_cache, v_cache, page_table, seq_lens)
     _require(sliding_window >= 0, "sliding_window", ">= 0 (0 is no limit)", sliding_window)
     _require(logit_cap >= 0, "logit_cap", ">= 0 (0 is no cap)", logit_cap)
@@ -71,7 +73,13 @@ def _cpu(
     _check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
     mask = None
     if not is_causal_chain:
-        mask = _check_mask(tree_mask, mode, query.shape[0], n, sum(lengths))
+        mask = _check_mask(tree_mask, mode, query.shape[0], n)
+        least = live_mask_numel(mode, query.shape[0], n, sum(lengths))
+        _require(
+            mask.numel() >= least,
+            "tree_mask", f"of at least {least} elements for {mode.name} with these seq_lens",
+            mask.numel(),
+        )  # fmt: skip
     return cpu_attention.tree_attention(
         query,
         k_cache,
@@ -202,29 +210,11 @@ def _check_tensors(
         )  # fmt: skip
 
 
-def _check_mask(
-    tree_mask: Tensor | None,
-    mode: TreeMaskMode,
-    batch: int,
-    n: int,
-    sum_seq_lens: int,
-) -> Tensor:
-    """Check the mask against a batch of so many committed tokens; 0 is the least of any batch."""
+def _check_mask(tree_mask: Tensor | None, mode: int, batch: int, n: int) -> Tensor:
+    """Require a mask that can hold a batch of this size with lengths of 0."""
     if tree_mask is None:
         raise ValueError("tree_mask must be a tensor unless is_causal_chain, got None")
-    try:
-        mask_dtype(mode, tree_mask.dtype)
-    except ValueError:
-        known = "torch.uint8" if mask_dtype(mode, None) is torch.uint8 else "bool or uint8"
-        raise ValueError(
-            f"tree_mask must be {known} for {mode.name}, got {tree_mask.dtype}"
-        ) from None
-    _require(tree_mask.dim() == 1, "tree_mask", "1-D", list(tree_mask.shape))
-    least = live_mask_numel(mode, batch, n, sum_seq_lens)
-    _require(
-        tree_mask.numel() >= least,
-        "tree_mask", f"of at least {least} elements for {mode.name}", tree_mask.numel(),
-    )  # fmt: skip
+    check_mask(tree_mask, mode, batch, n)
     return tree_mask
 
 
