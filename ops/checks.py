@@ -46,21 +46,24 @@ def check_mask(
 ) -> None:
     """Require a mask that can hold a batch of this size, as far as that needs no lengths."""
     mode, dtype = tree_mode(tree_mask_mode), tree_mask.dtype
-    if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
-        require(
-            dtype is torch.uint8,
-            lambda: f"{name} must be torch.uint8 for {mode.name}, got {dtype}",
-        )
-    require(
-        dtype is torch.bool or dtype is torch.uint8,
-        lambda: f"{name} must be torch.bool or torch.uint8, got {dtype}",
-    )
+    least, numel = live_mask_numel(mode, batch, num_draft_tokens), tree_mask.numel()
+    packed = mode is TreeMaskMode.QLEN_ONLY_BITPACKING
+    holds = dtype is torch.uint8 or (dtype is torch.bool and not packed)
+    if (
+        type(tree_mask) is torch.Tensor
+        and holds
+        and tree_mask.dim() == 1
+        and tree_mask.is_contiguous()
+        and numel >= least
+    ):
+        return
+    kinds = "torch.uint8" if packed else "torch.bool or torch.uint8"
+    require(holds, lambda: f"{name} must be {kinds} for {mode.name}, got {dtype}")
     require(tree_mask.dim() == 1, lambda: f"{name} must be 1-D, got {_list(tree_mask.shape)}")
     require(
         tree_mask.is_contiguous(),
         lambda: f"{name} must be contiguous, got a stride of {tree_mask.stride()[0]}",
     )
-    least, numel = live_mask_numel(mode, batch, num_draft_tokens), tree_mask.numel()
     require(
         numel >= least,
         lambda: f"{name} must be of at least {least} elements for {mode.name}, got {numel}",

@@ -19,6 +19,7 @@ __all__ = [
     "request_offsets",
     "tree_mask_numel",
     "tree_mode",
+    "tree_row_numel",
 ]
 
 MASK_DTYPES = (torch.bool, torch.uint8)
@@ -38,13 +39,16 @@ class TreeMaskMode(IntEnum):
     """Only the tree block, each row one little-endian bit string stored as uint8."""
 
 
+_FULL, _, _PACKED = TreeMaskMode
+_MODES = dict(enumerate(TreeMaskMode))
+
+
 def tree_mode(tree_mask_mode: int) -> TreeMaskMode:
     """Return `tree_mask_mode` as a `TreeMaskMode`, or raise ValueError naming what came."""
     if isinstance(tree_mask_mode, int) and not isinstance(tree_mask_mode, bool):
-        try:
-            return TreeMaskMode(tree_mask_mode)
-        except ValueError:
-            pass
+        mode = _MODES.get(tree_mask_mode)
+        if mode is not None:
+            return mode
     known = ", ".join(f"{m.name} ({m.value})" for m in TreeMaskMode)
     raise ValueError(f"tree_mask_mode must be one of {known}, got {tree_mask_mode!r}")
 
@@ -64,12 +68,12 @@ def tree_mask_numel(
             the bytes of its buffer.
     """
     mode = tree_mode(mode)
-    if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
+    if mode is _PACKED:
         raise NotImplementedError(
             "tree_mask_numel counts cells and a QLEN_ONLY_BITPACKING cell is a bit: "
             "use mask_storage for the size of its buffer"
         )
-    context = max_context_len if mode is TreeMaskMode.FULL_MASK else 0
+    context = max_context_len if mode is _FULL else 0
     return bs * num_draft_tokens * (context + num_draft_tokens)
 
 
@@ -84,13 +88,20 @@ def packed_row_bytes(num_draft_tokens: int | SymInt) -> int | SymInt:
     return 8 * ((num_draft_tokens + 63) // 64)
 
 
+def tree_row_numel(mode: int, num_draft_tokens: int | SymInt) -> int | SymInt:
+    """Elements that the tree cells of one node's row take in a buffer: n, fewer when packed."""
+    if tree_mode(mode) is _PACKED:
+        return packed_row_bytes(num_draft_tokens)
+    return num_draft_tokens
+
+
 def mask_dtype(mode: int, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a mask buffer: bool unless asked otherwise, always uint8 when packed.
 
     Raises:
         ValueError: when `dtype` cannot hold the mode.
     """
-    if tree_mode(mode) is TreeMaskMode.QLEN_ONLY_BITPACKING:
+    if tree_mode(mode) is _PACKED:
         if dtype not in (None, torch.uint8):
             raise ValueError(f"dtype must be torch.uint8 for QLEN_ONLY_BITPACKING, got {dtype}")
         return torch.uint8
@@ -109,8 +120,8 @@ def mask_storage(
     dtype: torch.dtype | None = None,
 ) -> tuple[int | SymInt, torch.dtype]:
     """Return (numel, dtype) of the 1-D buffer of a mask of that capacity, in every mode."""
-    dtype = mask_dtype(mode, dtype)
-    if tree_mode(mode) is TreeMaskMode.QLEN_ONLY_BITPACKING:
+    mode, dtype = tree_mode(mode), mask_dtype(mode, dtype)
+    if mode is _PACKED:
         return bs * num_draft_tokens * packed_row_bytes(num_draft_tokens), dtype
     return tree_mask_numel(mode, bs, num_draft_tokens, max_context_len), dtype
 
@@ -126,10 +137,9 @@ def live_mask_numel(
     FULL_MASK: `n * sum(seq_lens) + bs * n * n`. With `sum_seq_lens` left at 0 it is the smallest
     buffer that a batch of any lengths needs.
     """
-    block, _ = mask_storage(mode, bs, num_draft_tokens, 0)
-    if tree_mode(mode) is TreeMaskMode.FULL_MASK:
-        return num_draft_tokens * sum_seq_lens + block
-    return block
+    mode = tree_mode(mode)
+    block = bs * num_draft_tokens * tree_row_numel(mode, num_draft_tokens)
+    return num_draft_tokens * sum_seq_lens + block if mode is _FULL else block
 
 
 def request_offsets(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:

@@ -52,8 +52,10 @@ def _check(
     tree_mask_mode: int,
 ) -> None:
     """Check all that needs no data."""
-    require(topk >= 1, lambda: f"topk must be >= 1, got {topk}")
-    require(depth >= 1, lambda: f"depth must be >= 1, got {depth}")
+    if topk < 1:
+        raise ValueError(f"topk must be >= 1, got {topk}")
+    if depth < 1:
+        raise ValueError(f"depth must be >= 1, got {depth}")
     _check_batch(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
     batch = seq_lens.shape[0]
     width = topk * (depth - 1) + 1 if depth > 1 else parent_list.shape[-1]

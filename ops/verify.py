@@ -42,7 +42,8 @@ def _check(
     max_accept: int,
 ) -> None:
     """Check shapes and dtypes; the rest is data."""
-    require(max_accept >= 1, lambda: f"max_accept must be >= 1, got {max_accept}")
+    if max_accept < 1:
+        raise ValueError(f"max_accept must be >= 1, got {max_accept}")
     require(candidates.dim() == 2, lambda: f"candidates must be 2-D, got {candidates.dim()}-D")
     batch, n = candidates.shape
     require(n >= 1, lambda: f"candidates must have at least 1 column, got {n}")

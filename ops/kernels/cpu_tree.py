@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from torchvm.ops.kernels.jit import int64_at, load, njit, store
-from torchvm.ops.layout import TreeMaskMode, live_mask_numel, packed_row_bytes
+from torchvm.ops.kernels.jit import bytes_at, copy, fill, inlined, int64_at, njit
+from torchvm.ops.layout import TreeMaskMode, live_mask_numel, tree_row_numel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,11 +16,13 @@ __all__ = ["build_tree", "build_tree_from_parents"]
 
 FULL = int(TreeMaskMode.FULL_MASK)
 PACKED = int(TreeMaskMode.QLEN_ONLY_BITPACKING)
+# Hints by candidate id: more than most trees have candidates, and little enough to stay cached.
+HINT_MASK = 4095
 
 
 @njit
 def _fits(seq_lens: Any, batch: int, n: int, numel: int, is_full: bool) -> bool:
-    """Whether every length is possible and, in FULL_MASK, the batch's cells are in the buffer."""
+    """Whether no length is negative and, in FULL_MASK, the batch's cells are in the buffer."""
     needed = 0
     for b in range(batch):
         length = seq_lens[b]
@@ -37,154 +38,168 @@ def _fits(seq_lens: Any, batch: int, n: int, numel: int, is_full: bool) -> bool:
 
 
 @njit
-def _holder(selected: Any, count: int, candidate: int) -> int:
-    """The node that holds a candidate id among the first `count` ascending ids; -1 if none."""
+def _holder(selected: Any, node: int, wanted: int, hints: Any) -> Any:
+    """The node before `node` that holds a candidate id; -1 if none.
+
+    The hint is checked against the ids, so that it may be missing, stale or garbage; without it
+    the ascending ids are searched.
+    """
+    hint = hints[wanted & HINT_MASK]
+    if 0 < hint < node and selected[hint - 1] == wanted:
+        return hint
     low = 0
-    size = count
+    size = node - 1
     while size > 1:
         half = size >> 1
-        low = low + half if selected[low + half - 1] < candidate else low
+        low = low + half if selected[low + half - 1] < wanted else low
         size -= half
-    if size == 1 and selected[low] == candidate:
-        return low + 1
-    return -1
+    return low + 1 if size == 1 and selected[low] == wanted else -1
 
 
-@njit
-def _parent(selected: Any, node: int, parent_list: Any, width: int, topk: int) -> int:
-    """Parent of a node by its candidate id; -1 where it has none."""
-    candidate = selected[node - 1]
-    if candidate < 0:
-        return -1
-    beam = np.uint64(candidate) // np.uint64(topk)
-    if beam == 0:
-        return 0
-    if beam >= np.uint64(width):
-        return -1
-    wanted = parent_list[beam]
-    return _holder(selected, node - 1, wanted) if wanted >= 0 else -1
-
-
-@njit
-def _copy_row(to: int, source: int, size: int) -> None:
-    """Copy bytes between rows that do not overlap; the last word may overlap the one before."""
-    if size >= 8:
-        for at in range(0, size - 7, 8):
-            store(to + at, load(source + at, np.uint64(0)))
-        store(to + size - 8, load(source + size - 8, np.uint64(0)))
-    else:
-        for at in range(size):
-            store(to + at, load(source + at, np.uint8(0)))
-
-
-@njit
-def _zero_row(to: int, size: int) -> None:
-    for at in range(size):
-        store(to + at, np.uint8(0))
-
-
-@njit
-def _set_cell(row: int, column: int, packed: bool) -> None:
-    if packed:
-        byte = row + (column >> 3)
-        store(byte, np.uint8(load(byte, np.uint8(0)) | (1 << (column & 7))))
-    else:
-        store(row + column, np.uint8(1))
-
-
-@njit
-def _truncated_row(
-    row: int, node: int, parents: Any, limit: int, row_bytes: int, packed: bool
+@inlined
+def _find_parents(
+    selected: Any, parent_list: Any, width: int, topk: int, n: int, hints: Any, parents: Any
 ) -> None:
-    """Write the row of a node that has more ancestors than a walk of `limit` steps meets."""
-    _zero_row(row, row_bytes)
-    _set_cell(row, 0, packed)
-    _set_cell(row, node, packed)
-    current = node
-    for _ in range(limit):
-        current = parents[current]
-        if current <= 0:
-            break
-        _set_cell(row, current, packed)
+    """Parent of each node by the candidate ids of one request; -1 where it has none."""
+    for i in range(1, n):
+        candidate = selected[i - 1]
+        parents[i] = -1
+        if candidate < 0:
+            continue
+        beam = np.uint64(candidate) // np.uint64(topk)
+        if beam == 0:
+            parents[i] = 0
+        elif beam < np.uint64(width):
+            wanted = parent_list[beam]
+            if wanted >= 0:
+                parents[i] = _holder(selected, i, wanted, hints)
+        hints[candidate & HINT_MASK] = i
+
+
+@njit
+def _take_parents(named: Any, n: int, parents: Any) -> None:
+    """Parent of each node as one request's row names it; -1 unless it is an earlier node."""
+    for i in range(1, n):
+        parents[i] = named[i] if 0 <= named[i] < i else -1
+
+
+@njit
+def _set_cell(mask: Any, row: int, column: int, packed: bool) -> None:
+    if packed:
+        mask[row + (column >> 3)] |= np.uint8(1 << (column & 7))
+    else:
+        mask[row + column] = 1
+
+
+@inlined
+def _write_nodes(
+    mask: Any,
+    begin: int,
+    prefix: int,
+    fill_prefix: bool,
+    row_bytes: int,
+    packed: bool,
+    n: int,
+    limit: int,
+    parents: Any,
+    depths: Any,
+    length: int,
+    first: int,
+    outputs: Any,
+) -> None:
+    """Write all of one request but its links: each row from the parent's, and so each depth.
+
+    A depth of limit + 2 says that a walk of `limit` steps ends before the root: the row then
+    holds only what that walk meets, and the nodes below it walk for themselves as well.
+    """
+    positions, index, token, sibling = outputs
+    stride = prefix + row_bytes
+    root = begin + prefix
+    for i in range(n):
+        row = root + i * stride
+        if fill_prefix:
+            fill(mask, row - prefix, 1, prefix)
+        above = max(parents[i], 0)
+        depth = depths[above] + 1 if i else 0
+        is_cut = depth > limit + 1
+        if i == 0 or is_cut:
+            fill(mask, row, 0, row_bytes)
+            _set_cell(mask, row, 0, packed)
+        elif row_bytes < 16:
+            for at in range(row_bytes):
+                mask[row + at] = mask[root + above * stride + at]
+        else:
+            copy(mask, row, root + above * stride, row_bytes)
+        if is_cut:
+            depth = limit + 2
+            for _ in range(limit):
+                _set_cell(mask, row, above, packed)
+                above = max(parents[above], 0)
+        _set_cell(mask, row, i, packed)
+        depths[i] = depth
+        positions[i] = length + min(depth, limit + 1)
+        index[i] = first + i
+        token[i] = -1
+        sibling[i] = -1
+
+
+@njit
+def _link(parents: Any, n: int, token: Any, sibling: Any) -> None:
+    """Put each node before the children that its parent has so far, the last node first."""
+    for i in range(n - 1, 0, -1):
+        parent = parents[i]
+        if parent >= 0:
+            sibling[i] = token[parent]
+            token[parent] = i
 
 
 @njit
 def _build(
-    parent_list_address: int,
+    parent_list: int,
     width: int,
-    selected_address: int,
+    selected: int,
     topk: int,
     limit: int,
     seq_lens_address: int,
     batch: int,
     n: int,
-    mask: int,
+    mask_address: int,
     numel: int,
     mode: int,
     row_bytes: int,
     fill_prefix: bool,
     from_parents: bool,
-    positions_address: int,
-    index_address: int,
-    token_address: int,
-    sibling_address: int,
+    positions: int,
+    index: int,
+    token: int,
+    sibling: int,
 ) -> bool:
     """Write every output of a batch, or nothing and return False when it does not fit."""
     seq_lens = int64_at(seq_lens_address)
     if not _fits(seq_lens, batch, n, numel, mode == FULL):
         return False
-    packed = mode == PACKED
-    parents = np.empty(n, np.int64)
+    mask = bytes_at(mask_address)
+    parents = np.zeros(n, np.int64)
     depths = np.empty(n, np.int64)
-    row = mask
+    hints = np.empty(HINT_MASK + 1, np.int32)
+    begin = 0
     for b in range(batch):
-        first = b * n
-        length = seq_lens[b]
-        parent_list = int64_at(parent_list_address + 8 * b * width)
-        selected = int64_at(selected_address + 8 * b * (n - 1))
-        positions = int64_at(positions_address + 8 * first)
-        index = int64_at(index_address + 8 * first)
-        token = int64_at(token_address + 8 * first)
-        sibling = int64_at(sibling_address + 8 * first)
-        prefix = length if mode == FULL else 0
-        stride = prefix + row_bytes
-        root = row + prefix
-        for i in range(n):
-            if fill_prefix:
-                for at in range(prefix):
-                    store(row + at, np.uint8(1))
-            cells = row + prefix
-            row += stride
-            index[i] = first + i
-            token[i] = -1
-            sibling[i] = -1
-            if i == 0:
-                _zero_row(cells, row_bytes)
-                _set_cell(cells, 0, packed)
-                depths[0] = 0
-                positions[0] = length
-                continue
-            if from_parents:
-                parent = parent_list[i]
-                parent = parent if 0 <= parent < i else -1
-            else:
-                parent = _parent(selected, i, parent_list, width, topk)
-            parents[i] = parent
-            above = max(parent, 0)
-            depth = depths[above] + 1
-            if depth - 1 <= limit:
-                _copy_row(cells, root + above * stride, row_bytes)
-                _set_cell(cells, i, packed)
-            else:
-                depth = limit + 2
-                _truncated_row(cells, i, parents, limit, row_bytes, packed)
-            depths[i] = depth
-            positions[i] = length + min(depth, limit + 1)
-        for i in range(n - 1, 0, -1):
-            parent = parents[i]
-            if parent >= 0:
-                sibling[i] = token[parent]
-                token[parent] = i
+        named = int64_at(parent_list + 8 * b * width)
+        if from_parents:
+            _take_parents(named, n, parents)
+        else:
+            ids = int64_at(selected + 8 * b * (n - 1))
+            _find_parents(ids, named, width, topk, n, hints, parents)
+        prefix = seq_lens[b] if mode == FULL else 0
+        at = 8 * b * n
+        next_token, next_sibling = int64_at(token + at), int64_at(sibling + at)
+        _write_nodes(
+            mask, begin, prefix, fill_prefix, row_bytes, mode == PACKED, n, limit, parents, depths,
+            seq_lens[b], b * n,
+            (int64_at(positions + at), int64_at(index + at), next_token, next_sibling),
+        )  # fmt: skip
+        _link(parents, n, next_token, next_sibling)
+        begin += n * (prefix + row_bytes)
     return True
 
 
@@ -203,13 +218,15 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = seq_lens.shape[0]
     seq_lens = seq_lens.contiguous()
-    positions = torch.empty(batch * n, dtype=torch.int64)
-    index, token, sibling = (torch.empty((batch, n), dtype=torch.int64) for _ in range(3))
+    positions = seq_lens.new_empty(batch * n)
+    index = seq_lens.new_empty(batch, n)
+    token = seq_lens.new_empty(batch, n)
+    sibling = seq_lens.new_empty(batch, n)
     numel = tree_mask.numel()
     fits = _build(
         parent_list.data_ptr(), width, selected_index.data_ptr(), topk, limit,
         seq_lens.data_ptr(), batch, n, tree_mask.data_ptr(), numel, mode,
-        int(packed_row_bytes(n)) if mode == PACKED else n, fill_prefix, from_parents,
+        tree_row_numel(mode, n), fill_prefix and mode == FULL, from_parents,
         positions.data_ptr(), index.data_ptr(), token.data_ptr(), sibling.data_ptr(),
     )  # fmt: skip
     if not fits:

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["int32_at", "int64_at", "load", "njit", "store"]
+__all__ = ["bytes_at", "copy", "fill", "inlined", "int32_at", "int64_at", "load", "njit"]
 
 
 def njit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,6 +31,13 @@ def njit(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = cached_jit(function)
     except RuntimeError:
         compiled = jit(function)
+    return compiled
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a part of a kernel into its callers, where LLVM alone would keep it apart."""
+    jit: Any = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+    compiled: Callable[..., Any] = jit(function)
     return compiled
 
 
@@ -54,6 +61,11 @@ def _int32_at(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
     return _pointer(address, types.int32)
 
 
+def _bytes_at(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+    """Uint8 elements from an address on, read and written by index without any check."""
+    return _pointer(address, types.uint8)
+
+
 def _load(typing_context: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     """Read a value of the type of `like` at an address of any alignment."""
 
@@ -65,18 +77,38 @@ def _load(typing_context: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     return like(types.int64, like), generate
 
 
-def _store(typing_context: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
-    """Write a value at an address of any alignment."""
+def _copy(typing_context: Any, pointer: Any, to: Any, source: Any, count: Any) -> Any:  # noqa: ARG001
+    """Copy `count` elements from index `source` to index `to`; the two must not overlap."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.PointerType(arguments[1].type))
-        builder.store(arguments[1], pointer, align=1)
+        base, to, source, count = arguments
+        kinds = [base.type, base.type, count.type]
+        function = builder.module.declare_intrinsic("llvm.memcpy", kinds)
+        is_volatile = ir.Constant(ir.IntType(1), 0)
+        builder.call(
+            function, [builder.gep(base, [to]), builder.gep(base, [source]), count, is_volatile]
+        )
         return context.get_dummy_value()
 
-    return types.void(types.int64, value), generate
+    return types.void(pointer, types.int64, types.int64, types.int64), generate
 
 
-int64_at: Any = intrinsic(_int64_at)
+def _fill(typing_context: Any, pointer: Any, to: Any, value: Any, count: Any) -> Any:  # noqa: ARG001
+    """Write a byte to `count` elements from index `to` on."""
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        base, to, value, count = arguments
+        function = builder.module.declare_intrinsic("llvm.memset", [base.type, count.type])
+        is_volatile = ir.Constant(ir.IntType(1), 0)
+        builder.call(function, [builder.gep(base, [to]), value, count, is_volatile])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.uint8, types.int64), generate
+
+
+bytes_at: Any = intrinsic(_bytes_at)
+copy: Any = intrinsic(_copy)
+fill: Any = intrinsic(_fill)
 int32_at: Any = intrinsic(_int32_at)
+int64_at: Any = intrinsic(_int64_at)
 load: Any = intrinsic(_load)
-store: Any = intrinsic(_store)

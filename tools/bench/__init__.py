@@ -1,0 +1,1 @@
+"""Benchmarks, each a module to run: `python -m torchvm.tools.bench.<name>`."""
