@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
 __all__ = [
+    "EAGER_INPUTS",
     "OpCall",
     "Written",
     "called_op",
@@ -33,6 +34,9 @@ __all__ = [
     "source_line",
     "symbolic_value",
 ]
+
+EAGER_INPUTS = "eager_input_vals"
+"""Where tracing records the values of a call's arguments, in the shape of (args, kwargs)."""
 
 _OPS_FOLDER = Path(torchvm.ops.__path__[0])
 # How auto_functionalized_v2 says that an argument is a part of its base.
@@ -80,13 +84,18 @@ class OpCall(NamedTuple):
         return [name for name, value in self.arguments.items() if node in nodes_in(value)]
 
     def set_argument(self, name: str, value: Any) -> None:
-        """Change an unmutated argument in the graph."""
+        """Change an unmutated argument in the graph, to a constant."""
         names = [argument.name for argument in self.op._schema.arguments]
         position = names.index(name)
+        args, kwargs = self.node.meta.get(EAGER_INPUTS, ((), {}))
         if self.node.target is self.op and position < len(self.node.args):
             self.node.update_arg(position, value)
+            args = (*args[:position], value, *args[position + 1 :])
         else:
             self.node.update_kwarg(name, value)
+            kwargs = {**kwargs, name: value}
+        if EAGER_INPUTS in self.node.meta:
+            self.node.meta[EAGER_INPUTS] = (args, kwargs)
         self.arguments[name] = value
 
 

@@ -20,7 +20,7 @@ from torchvm.passes.report import ReaderReport, Reason
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-__all__ = ["Build", "Mask", "Use", "find_masks"]
+__all__ = ["Build", "Mask", "Use", "find_builds", "find_masks"]
 
 ALLOC = f"{NAMESPACE}::alloc_verify_mask"
 
@@ -133,19 +133,20 @@ def find_masks(graph: Graph) -> list[Mask]:
     Args:
         graph: a functional graph; nested graphs (branches of cond and so on) are not entered.
     """
-    builds: dict[Node, Build] = {}
-    version_builds: dict[Node, Build] = {}
-    for node in graph.nodes:
-        build = _build(node)
-        if build is not None:
-            builds[node] = build
-            version_builds.update(dict.fromkeys(build.written.versions, build))
+    builds = find_builds(graph)
+    version_builds = {v: build for build in builds.values() for v in build.written.versions}
     roots: dict[Node, Node] = {}
     for build in builds.values():
         base = build.written.base
         producer = version_builds.get(base)
         roots[build.call.node] = roots[producer.call.node] if producer else base
     return [_follow(root, builds) for root in dict.fromkeys(roots.values())]
+
+
+def find_builds(graph: Graph) -> dict[Node, Build]:
+    """Return every build of a graph by its node, in graph order."""
+    found = ((node, _build(node)) for node in graph.nodes)
+    return {node: build for node, build in found if build is not None}
 
 
 def _build(node: Node) -> Build | None:

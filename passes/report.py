@@ -180,6 +180,9 @@ class MaskReport(msgspec.Struct, frozen=True):
     final_bytes: int | str
     verdict: Reason
     readers: tuple[ReaderReport, ...]
+    copied: bool | None = None
+    """Whether a build of the graph that runs writes into a copy of the whole mask; None where
+    that graph was not looked at."""
 
     def __str__(self) -> str:
         """One line: name, place, layouts, bytes, verdict, readers."""
@@ -188,4 +191,5 @@ class MaskReport(msgspec.Struct, frozen=True):
             change += f" -> {self.final_mode.name} {self.final_bytes} B"
         readers = ", ".join(f"{r.op} ({r.reads.name})" for r in self.readers) or "none"
         place = f" at {self.source}" if self.source else ""
-        return f"{self.name}{place}: {change}: {self.verdict} (readers: {readers})"
+        copied = ", copied before a build" if self.copied else ""
+        return f"{self.name}{place}: {change}: {self.verdict} (readers: {readers}){copied}"

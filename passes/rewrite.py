@@ -11,14 +11,12 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_map
 
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
-from torchvm.passes.graph import symbolic_value
+from torchvm.passes.graph import EAGER_INPUTS, symbolic_value
 
 if TYPE_CHECKING:
     from torchvm.passes.liveness import Mask
 
 __all__ = ["change_mode", "declared_storage"]
-
-_EAGER_INPUTS = "eager_input_vals"
 
 
 def change_mode(mask: Mask, mode: TreeMaskMode) -> None:
@@ -98,13 +96,13 @@ def _update_values(mask: Mask) -> None:
 def _eager_values(node: Node) -> dict[Node, Any]:
     """What tracing recorded of a call's inputs, by the node each came from."""
     recorded: dict[Node, Any] = {}
-    if _EAGER_INPUTS in node.meta:
+    if EAGER_INPUTS in node.meta:
 
         def record(argument: Any, value: Any) -> None:
             if isinstance(argument, Node):
                 recorded[argument] = value
 
-        tree_map(record, (node.args, node.kwargs), node.meta[_EAGER_INPUTS])
+        tree_map(record, (node.args, node.kwargs), node.meta[EAGER_INPUTS])
     return recorded
 
 
@@ -114,10 +112,10 @@ def _update_eager_inputs(mask: Mask, node: Node, by_node: dict[Node, Any]) -> No
     Inductor sizes the copies that it makes for a mutated argument by them: with the old size it
     reads past the end of the smaller buffer.
     """
-    if _EAGER_INPUTS in node.meta:
+    if EAGER_INPUTS in node.meta:
         new = {version: version.meta["val"] for version in mask.versions}
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: new.get(n, by_node.get(n)))
-        node.meta[_EAGER_INPUTS] = (args, kwargs)
+        node.meta[EAGER_INPUTS] = (args, kwargs)
 
 
 def _number_or_text(value: torch.SymInt) -> int | str:

@@ -222,3 +222,24 @@ def test_a_long_chain_of_builds_is_walked_without_recursion() -> None:
     args = batch()
     _assert_equal(_compile(steps, "aot_eager")(*args), steps(*args))
     assert [r.verdict for r in torchvm.reports()] == [Reason.ELIDED]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("inner", "verdict"), [("aot_eager", Reason.SHAPE_READ), ("inductor", Reason.ELIDED)]
+)
+def test_a_tensor_made_like_the_mask_keeps_its_size(
+    inner: str, verdict: Reason, dynamic: bool
+) -> None:
+    """Inductor has written the size out before the passes run; elsewhere it is still asked."""
+
+    def step(parents: Tensor, seq_lens: Tensor) -> Any:
+        bs, n = parents.shape
+        mask = torchvm.alloc_verify_mask(bs, n, CONTEXT, FULL)
+        positions = torch.ops.torchvm.build_tree_from_parents(parents, seq_lens, mask, n, FULL)[0]
+        return positions, torch.zeros_like(mask)
+
+    args = batch()
+    with fresh_cache(), torch.no_grad():
+        _assert_equal(_compile(step, inner, dynamic=dynamic)(*args), step(*args))
+    assert [r.verdict for r in torchvm.reports()] == [verdict]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 from torch._dynamo.backends.registry import register_backend
 
 from torchvm.passes.base import ChainedPasses, MaskPass, MaskPipeline
 from torchvm.passes.causal_chains import CausalChains
+from torchvm.passes.clone_check import verify_no_clone
 from torchvm.passes.compact_tree_block_readers import CompactTreeBlockReaders
 from torchvm.passes.elide_unread_masks import ElideUnreadMasks
 from torchvm.passes.graph import graph_modules
+from torchvm.passes.hoist_mask_readers import HoistMaskReaders
 from torchvm.passes.skip_prefix_fill import SkipPrefixFill
 from torchvm.report_cache import load_reports, report_key, save_reports
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PASSES",
+    "PASS_NAMES",
     "clear_reports",
     "inductor_options",
     "reports",
@@ -37,7 +41,11 @@ PASSES: tuple[type[MaskPass], ...] = (
 )
 """Every mask pass, in the order in which they try a mask."""
 
-_HOOK = "joint_custom_pre_pass"
+PASS_NAMES = (*(p.__name__ for p in PASSES), HoistMaskReaders.__name__)
+"""What `passes` may name. HoistMaskReaders orders the graph and rewrites no mask."""
+
+_MASK_HOOK = "joint_custom_pre_pass"
+_ORDER_HOOK = "post_grad_custom_pre_pass"
 _OWN_OPTIONS = ("inner", "passes")
 _reports: list[MaskReport] = []
 
@@ -62,15 +70,16 @@ def inductor_options(
     """Options that make Inductor lay masks out by the graph: `torch.compile(f, options=...)`.
 
     Args:
-        passes: names of the passes to run, out of `PASSES`; all by default. Their order is
+        passes: names of the passes to run, out of `PASS_NAMES`; all by default. Their order is
             fixed.
-        options: Inductor options of your own, kept. A `joint_custom_pre_pass` among them, or one
-            in Inductor's global config, runs before torchvm's.
+        options: Inductor options of your own, kept. A pass in a hook that torchvm uses too, here
+            or in Inductor's global config, runs before torchvm's.
 
     Raises:
         ValueError: when a name in `passes` is not that of a pass.
     """
-    return _with_pipeline(MaskPipeline(_selected(passes), _reports.extend), options or {})
+    names = _checked(passes)
+    return _with_passes(_pipeline(names, _reports.extend), names, options or {})
 
 
 def torchvm_backend(
@@ -96,37 +105,50 @@ def torchvm_backend(
     """
     rest = dict(options or {})
     inner = rest.pop("inner", "inductor")
-    selected = _selected(rest.pop("passes", None))
+    names = _checked(rest.pop("passes", None))
     if inner == "aot_eager":
         _refuse_inductor_settings(mode, rest)
         found: list[MaskReport] = []
-        compiled = _compile_aot_eager(gm, example_inputs, MaskPipeline(selected, found.extend))
+        compiled = _compile_aot_eager(gm, example_inputs, _pipeline(names, found.extend))
         _reports.extend(found)
         return compiled
     if inner != "inductor":
         raise ValueError(f'option inner must be "inductor" or "aot_eager", got {inner!r}')
-    return _compile_inductor(gm, example_inputs, selected, mode, rest)
+    return _compile_inductor(gm, example_inputs, names, _inductor_settings(mode, rest))
 
 
-def _selected(names: Sequence[str] | None) -> list[MaskPass]:
-    known = {p.__name__: p for p in PASSES}
+def _checked(names: Sequence[str] | None) -> tuple[str, ...]:
     if names is None:
-        return [p() for p in PASSES]
-    if isinstance(names, str) or any(name not in known for name in names):
-        raise ValueError(f"passes must be a list of names out of {list(known)}, got {names!r}")
-    return [p() for name, p in known.items() if name in names]
+        return PASS_NAMES
+    if isinstance(names, str) or any(name not in PASS_NAMES for name in names):
+        raise ValueError(f"passes must be a list of names out of {PASS_NAMES}, got {names!r}")
+    return tuple(name for name in PASS_NAMES if name in names)
 
 
-def _with_pipeline(pipeline: MaskPipeline, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the pipeline behind the caller's own passes in the hook."""
+def _pipeline(names: tuple[str, ...], sink: Callable[[list[MaskReport]], None]) -> MaskPipeline:
+    return MaskPipeline([p() for p in PASSES if p.__name__ in names], sink)
+
+
+def _with_passes(
+    pipeline: MaskPipeline, names: tuple[str, ...], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Put torchvm's passes into their hooks, behind the caller's own."""
+    added: dict[str, Callable[[Graph], None]] = {_MASK_HOOK: pipeline}
+    if HoistMaskReaders.__name__ in names:
+        added[_ORDER_HOOK] = HoistMaskReaders()
+    return {**options, **{hook: _chained(hook, p, options) for hook, p in added.items()}}
+
+
+def _chained(
+    hook: str, graph_pass: Callable[[Graph], None], options: Mapping[str, Any]
+) -> Callable[[Graph], None]:
     from torch._inductor import config
 
-    theirs = options.get(_HOOK, getattr(config, _HOOK))
+    theirs = options.get(hook, getattr(config, hook))
     if not theirs:
-        return {**options, _HOOK: pipeline}
-    chain: list[Callable[[Graph], None]]
-    chain = list(theirs) if isinstance(theirs, list | tuple) else [theirs]
-    return {**options, _HOOK: ChainedPasses([*chain, pipeline])}
+        return graph_pass
+    chain = theirs if isinstance(theirs, list | tuple) else [theirs]
+    return ChainedPasses([*chain, graph_pass])
 
 
 def _refuse_inductor_settings(mode: str | None, options: Mapping[str, Any]) -> None:
@@ -156,36 +178,65 @@ def _inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str
 def _compile_inductor(
     gm: GraphModule,
     example_inputs: list[Any],
-    selected: list[MaskPass],
-    mode: str | None,
+    names: tuple[str, ...],
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
-    runs: list[list[MaskReport]] = []
-    pipeline = MaskPipeline(selected, runs.append)
-    settings = _with_pipeline(pipeline, _inductor_settings(mode, options))
-    key = report_key(gm, example_inputs, pipeline.uuid())
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=settings)
-    found = [report for run in runs for report in run]
-    if runs:
+    run = _Run(names)
+    settings = _with_passes(run.pipeline, names, options)
+    key = report_key(gm, example_inputs, run.pipeline.uuid(), names)
+
+    def compile_graph() -> Any:
+        return compile_fx(
+            gm, example_inputs, inner_compile=run.compile_and_check, config_patches=settings
+        )
+
+    compiled = compile_graph()
+    found = run.reports() if run.passes_ran else load_reports(key)
+    if found is None:
+        # The artifact is cached and its reports are not: only compiling again tells.
+        with (
+            inductor_config.patch(fx_graph_cache=False),
+            functorch_config.patch(enable_autograd_cache=False),
+        ):
+            compiled = compile_graph()
+        found = run.reports()
+    if run.passes_ran:
         save_reports(key, found)
-    else:
-        stored = load_reports(key)
-        if stored is None:
-            # The artifact is cached and its reports are not: only compiling again tells.
-            with (
-                inductor_config.patch(fx_graph_cache=False),
-                functorch_config.patch(enable_autograd_cache=False),
-            ):
-                compiled = compile_fx(gm, example_inputs, config_patches=settings)
-            stored = [report for run in runs for report in run]
-            save_reports(key, stored)
-        found = stored
     _reports.extend(found)
     return cast("Callable[..., Any]", compiled)
+
+
+class _Run:
+    """One run of Inductor over a graph: what the passes reported and which masks are copied."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.passes_ran = False
+        self.pipeline = _pipeline(names, self._take)
+        self._found: list[MaskReport] = []
+        self._copied: set[str] = set()
+
+    def _take(self, reports: list[MaskReport]) -> None:
+        self.passes_ran = True
+        self._found.extend(reports)
+
+    def compile_and_check(self, gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        """Compile as Inductor does, then look at the final graph that it leaves in `gm`."""
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        compiled = compile_fx_inner(gm, *args, **kwargs)
+        self._copied.update(copy.copied for copy in verify_no_clone(gm.graph))
+        return compiled
+
+    def reports(self) -> list[MaskReport]:
+        """Return the reports, completed by what the final graph copies."""
+        return [
+            msgspec.structs.replace(report, copied=report.name in self._copied)
+            for report in self._found
+        ]
 
 
 def _compile_aot_eager(

@@ -25,20 +25,24 @@ if TYPE_CHECKING:
 __all__ = ["load_reports", "report_key", "save_reports"]
 
 
-def report_key(gm: GraphModule, example_inputs: Sequence[Any], uuid: str | None) -> str | None:
+def report_key(
+    gm: GraphModule, example_inputs: Sequence[Any], uuid: str | None, passes: Sequence[str]
+) -> str | None:
     """Identify the reports of a Dynamo graph across processes.
 
     Args:
         gm: the graph, nested graphs included; the user's lines of its op calls count, so that a
             report never names a line that has moved.
         example_inputs: of each, dtype, shape, strides and device count.
-        uuid: the key of the passes; None means that nothing is cached, and so does the result.
+        uuid: the key of the mask passes; None means that nothing is cached, and so does the
+            result.
+        passes: names of all selected passes.
     """
     if uuid is None:
         return None
     from torch._inductor import config
 
-    parts = [uuid, str(config.enable_auto_functionalized_v2)]
+    parts = [uuid, repr(tuple(passes)), str(config.enable_auto_functionalized_v2)]
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
             lines = [source_line(n) for n in module.graph.nodes if n.op == "call_function"]
