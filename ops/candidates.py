@@ -52,13 +52,13 @@ def _check(
     first, dtype = score_list[0], score_list[0].dtype
     require(dtype in _DTYPES, lambda: f"score_list[0] must be floating point, got {dtype}")
     require(first.dim() == 3, lambda: f"score_list[0] must be 3-D, got {first.dim()}-D")
-    batch, _, topk = first.shape
+    (batch, _, topk), device = first.shape, first.device
     for i, level in enumerate(zip(score_list, token_list, parents_list, strict=True)):
         scores, tokens, parents = level
         beams = topk if i else 1
-        check_tensor(f"score_list[{i}]", scores, batch, beams, topk, dtype=dtype)
-        check_tensor(f"token_list[{i}]", tokens, batch, beams * topk)
-        check_tensor(f"parents_list[{i}]", parents, batch, topk if i else topk + 1)
+        check_tensor(f"score_list[{i}]", scores, device, batch, beams, topk, dtype=dtype)
+        check_tensor(f"token_list[{i}]", tokens, device, batch, beams * topk)
+        check_tensor(f"parents_list[{i}]", parents, device, batch, topk if i else topk + 1)
     num_candidates = topk + (depth - 1) * topk * topk
     require(
         num_draft_tokens >= 1, lambda: f"num_draft_tokens must be >= 1, got {num_draft_tokens}"

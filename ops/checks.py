@@ -23,10 +23,19 @@ def require(holds: bool | torch.SymBool, message: Callable[[], str]) -> None:
 
 
 def check_tensor(
-    name: str, tensor: Tensor, *shape: int | SymInt, dtype: torch.dtype = torch.int64
+    name: str,
+    tensor: Tensor,
+    device: torch.device,
+    *shape: int | SymInt,
+    dtype: torch.dtype = torch.int64,
 ) -> None:
-    """Require a tensor of this shape and dtype; one comparison when sizes are plain numbers."""
-    if type(tensor) is torch.Tensor and tensor.dtype is dtype and tensor.shape == shape:
+    """Require a tensor of this device, shape and dtype; cheap when sizes are plain numbers."""
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.device == device
+    ):
         return
     require(tensor.dtype is dtype, lambda: f"{name} must be {dtype}, got {tensor.dtype}")
     sizes = tuple(tensor.shape)
@@ -35,6 +44,7 @@ def check_tensor(
         require(
             size == wanted, lambda: f"{name} must be of shape {_list(shape)}, got {_list(sizes)}"
         )
+    require(tensor.device == device, lambda: f"{name} must be on {device}, got {tensor.device}")
 
 
 def check_mask(
@@ -42,6 +52,8 @@ def check_mask(
     tree_mask_mode: int,
     batch: int | SymInt,
     num_draft_tokens: int | SymInt,
+    *,
+    device: torch.device | None = None,
     name: str = "tree_mask",
 ) -> None:
     """Require a mask that can hold a batch of this size, as far as that needs no lengths."""
@@ -55,6 +67,7 @@ def check_mask(
         and tree_mask.dim() == 1
         and tree_mask.is_contiguous()
         and numel >= least
+        and device in (None, tree_mask.device)
     ):
         return
     kinds = "torch.uint8" if packed else "torch.bool or torch.uint8"
@@ -67,6 +80,10 @@ def check_mask(
     require(
         numel >= least,
         lambda: f"{name} must be of at least {least} elements for {mode.name}, got {numel}",
+    )
+    require(
+        device in (None, tree_mask.device),
+        lambda: f"{name} must be on {device}, got {tree_mask.device}",
     )
 
 

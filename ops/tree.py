@@ -57,10 +57,10 @@ def _check(
     if depth < 1:
         raise ValueError(f"depth must be >= 1, got {depth}")
     _check_batch(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
-    batch = seq_lens.shape[0]
+    device, batch = seq_lens.device, seq_lens.shape[0]
     width = topk * (depth - 1) + 1 if depth > 1 else parent_list.shape[-1]
-    check_tensor("parent_list", parent_list, batch, width)
-    check_tensor("selected_index", selected_index, batch, num_draft_tokens - 1)
+    check_tensor("parent_list", parent_list, device, batch, width)
+    check_tensor("selected_index", selected_index, device, batch, num_draft_tokens - 1)
 
 
 def _check_batch(
@@ -69,8 +69,10 @@ def _check_batch(
     require(
         num_draft_tokens >= 1, lambda: f"num_draft_tokens must be >= 1, got {num_draft_tokens}"
     )
-    check_tensor("seq_lens", seq_lens, seq_lens.shape[0])
-    check_mask(tree_mask, tree_mask_mode, seq_lens.shape[0], num_draft_tokens)
+    require(seq_lens.dim() == 1, lambda: f"seq_lens must be 1-D, got {seq_lens.dim()}-D")
+    device, batch = seq_lens.device, seq_lens.shape[0]
+    check_tensor("seq_lens", seq_lens, device, batch)
+    check_mask(tree_mask, tree_mask_mode, batch, num_draft_tokens, device=device)
 
 
 def _check_parents(
@@ -82,7 +84,7 @@ def _check_parents(
 ) -> None:
     """Check all that needs no data."""
     _check_batch(seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
-    check_tensor("parents", parents, seq_lens.shape[0], num_draft_tokens)
+    check_tensor("parents", parents, seq_lens.device, seq_lens.shape[0], num_draft_tokens)
 
 
 def _empty_tree(seq_lens: Tensor, n: int | SymInt) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -54,7 +54,7 @@ def _check(
         ("retrieve_next_sibling", retrieve_next_sibling),
         ("target_predict", target_predict),
     ):
-        check_tensor(name, tensor, batch, n)
+        check_tensor(name, tensor, candidates.device, batch, n)
 
 
 def _fake(
