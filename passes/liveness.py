@@ -20,7 +20,7 @@ from torchvm.passes.report import ReaderReport, Reason
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-__all__ = ["Build", "Mask", "Use", "find_builds", "find_masks"]
+__all__ = ["Build", "Mask", "Use", "find_builds", "find_masks", "follow_mask"]
 
 ALLOC = f"{NAMESPACE}::alloc_verify_mask"
 
@@ -106,7 +106,7 @@ class Mask(NamedTuple):
     def mode(self) -> TreeMaskMode:
         """The mode that the allocation declares, or the first build where there is none."""
         declared = _mode(self.alloc.arguments["tree_mask_mode"]) if self.alloc else None
-        modes = (declared, self.builds[0].mode)
+        modes = (declared, *(build.mode for build in self.builds))
         return next((mode for mode in modes if mode is not None), TreeMaskMode.FULL_MASK)
 
     @property
@@ -168,6 +168,11 @@ def _build(node: Node) -> Build | None:
         symbolic_value(call.arguments[builder.num_draft_tokens_arg]),
         seq_lens,
     )
+
+
+def follow_mask(graph: Graph, root: Node) -> Mask:
+    """Collect what happens to the mask that begins at a node, built in this graph or not."""
+    return _follow(root, find_builds(graph))
 
 
 def _follow(root: Node, builds: dict[Node, Build]) -> Mask:

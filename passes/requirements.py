@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,13 +10,15 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchvm.ops.contracts import MaskRead
+from torchvm.ops.layout import TreeMaskMode, packed_row_bytes
 from torchvm.passes.report import Reason
 
 if TYPE_CHECKING:
-    from torchvm.ops.layout import TreeMaskMode
+    from collections.abc import Sequence
+
     from torchvm.passes.liveness import Build, Mask, Use
 
-__all__ = ["first_refusal", "read_refusal"]
+__all__ = ["first_refusal", "read_refusal", "smallest_mode"]
 
 _aten = torch.ops.aten
 _CONVERSIONS = frozenset(
@@ -36,6 +39,63 @@ def first_refusal(mask: Mask, mode: TreeMaskMode, most: MaskRead) -> Reason | No
     if refusal is not None:
         return refusal
     return next((r for use in mask.uses if (r := _mode_refusal(use, mode))), None)
+
+
+def smallest_mode(
+    masks: Sequence[Mask], max_bs: int, num_draft_tokens: int
+) -> tuple[TreeMaskMode, Reason]:
+    """Choose the layout of a buffer whose uses in all graphs are these.
+
+    Args:
+        masks: the buffer as an input of each graph that takes it; that it is an input does not
+            count against another mode, since it is not allocated yet.
+        max_bs: requests that the buffer is for.
+        num_draft_tokens: draft tokens per request that it is for.
+
+    Returns:
+        The mode and why: ELIDED, COMPACTED, or the first reason to keep FULL_MASK.
+    """
+    refusal = next(
+        (r for mask in masks if (r := _planned_refusal(mask, max_bs, num_draft_tokens))),
+        None,
+    )
+    if refusal is not None:
+        return TreeMaskMode.FULL_MASK, refusal
+    uses = [use for mask in masks for use in mask.uses]
+    refused = {
+        mode: next((r for use in uses if (r := _mode_refusal(use, mode))), None)
+        for mode in (TreeMaskMode.QLEN_ONLY, TreeMaskMode.QLEN_ONLY_BITPACKING)
+    }
+    if all(use.reads is MaskRead.NOTHING for use in uses):
+        refusal = refused[TreeMaskMode.QLEN_ONLY]
+        if refusal is not None:
+            return TreeMaskMode.FULL_MASK, refusal
+        return TreeMaskMode.QLEN_ONLY, Reason.ELIDED
+    packs = packed_row_bytes(num_draft_tokens) < num_draft_tokens
+    for mode in sorted(refused, reverse=bool(packs)):
+        if refused[mode] is None:
+            return mode, Reason.COMPACTED
+    return TreeMaskMode.FULL_MASK, refused[TreeMaskMode.QLEN_ONLY] or Reason.MODE_NOT_TAKEN
+
+
+def _planned_refusal(mask: Mask, max_bs: int, num_draft_tokens: int) -> Reason | None:
+    if mask.obstacle not in (None, Reason.GRAPH_INPUT):
+        return mask.obstacle
+    if any(not build.written.whole for build in mask.builds):
+        return Reason.BUILT_THROUGH_VIEW
+    if any(
+        not statically_known_true(build.bs <= max_bs)
+        or not statically_known_true(build.num_draft_tokens <= num_draft_tokens)
+        for build in mask.builds
+    ):
+        return Reason.CAPACITY
+    if mask.sizes:
+        return Reason.SHAPE_READ
+    told = [use.told_mode for use in mask.uses if use.told_mode is not None]
+    modes = [*told, *(build.mode for build in mask.builds)]
+    if any(mode != TreeMaskMode.FULL_MASK for mode in modes):
+        return Reason.MODE_MISMATCH
+    return read_refusal(mask, MaskRead.TREE_BLOCK)
 
 
 def read_refusal(mask: Mask, most: MaskRead) -> Reason | None:
@@ -83,9 +143,8 @@ def _before_conversion(value: Any) -> Any:
 
 def _builds_agree(builds: list[Build]) -> bool:
     """Whether each build rewrites every row, so that none is left of an earlier one."""
-    first = builds[0]
     return all(
-        statically_known_true(build.bs == first.bs)
-        and statically_known_true(build.num_draft_tokens == first.num_draft_tokens)
-        for build in builds[1:]
+        statically_known_true(build.bs == before.bs)
+        and statically_known_true(build.num_draft_tokens == before.num_draft_tokens)
+        for before, build in pairwise(builds)
     )

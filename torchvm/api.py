@@ -1,19 +1,24 @@
 """Everything that `import torchvm` offers."""
 
 from torchvm.compilation import clear_reports, inductor_options, reports, torchvm_backend
+from torchvm.errors import MaskContractError, TorchvmError
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
 from torchvm.ops.mask import alloc_verify_mask
 from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
 from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.report import MaskReport, Reason
+from torchvm.planning import MaskPlan, plan_verify_mask
 from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 __all__ = [
     "DraftTree",
+    "MaskContractError",
+    "MaskPlan",
     "MaskRead",
     "MaskReport",
     "Reason",
+    "TorchvmError",
     "TreeMaskMode",
     "Verification",
     "VerifyMask",
@@ -25,6 +30,7 @@ __all__ = [
     "inductor_options",
     "mask_storage",
     "maybe_create_verify_mask",
+    "plan_verify_mask",
     "register_mask_reader",
     "reports",
     "torchvm_backend",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["TorchvmError"]
+__all__ = ["MaskContractError", "TorchvmError"]
 
 
 class TorchvmError(Exception):
     """Base class of torchvm's own exceptions."""
+
+
+class MaskContractError(TorchvmError):
+    """What a back end or an op declares about a mask is not what it does."""

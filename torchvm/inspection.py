@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from torchvm.compilation import PASSES
@@ -26,11 +23,12 @@ from torchvm.passes.graph import (
     symbolic_value,
 )
 from torchvm.passes.report import MaskReport
+from torchvm.tracing import fake_mode, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import Graph, Node
 
 __all__ = ["NodeRow", "TracedGraph", "trace_graphs"]
 
@@ -77,23 +75,15 @@ def trace_graphs(
     Returns:
         One entry per graph that holds nodes; several where the function breaks the graph.
     """
-    graphs: list[TracedGraph] = []
-
-    def grab(gm: GraphModule, _: list[Any]) -> Any:
-        graphs.extend(_inspect(m.graph, every_node=every_node) for m in graph_modules(gm))
-        return gm.forward
-
-    backend = aot_autograd(fw_compiler=grab, keep_inference_input_mutations=True)
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    fake = partial(fake_mode.from_tensor, static_shapes=not dynamic)
-    torch._dynamo.reset()
-    try:
-        with fake_mode, torch.no_grad():
-            fakes = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs or {})))
-            torch.compile(function, backend=backend, dynamic=dynamic)(*fakes[0], **fakes[1])
-    finally:
-        torch._dynamo.reset()
-    return graphs
+    mode = fake_mode()
+    fake = partial(mode.from_tensor, static_shapes=not dynamic)
+    fakes = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs or {})))
+    traced = trace(function, *fakes, mode=mode, dynamic=dynamic)
+    return [
+        _inspect(module.graph, every_node=every_node)
+        for found in traced
+        for module in graph_modules(found.module)
+    ]
 
 
 def _inspect(graph: Graph, *, every_node: bool) -> TracedGraph:
