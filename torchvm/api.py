@@ -2,6 +2,8 @@
 
 from torchvm.compilation import clear_reports, inductor_options, reports, torchvm_backend
 from torchvm.errors import MaskContractError, TorchvmError
+from torchvm.ops.attention import tree_attention
+from torchvm.ops.candidates import DraftCandidates, select_draft_candidates
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
 from torchvm.ops.mask import alloc_verify_mask
@@ -12,6 +14,7 @@ from torchvm.planning import MaskPlan, plan_verify_mask
 from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 __all__ = [
+    "DraftCandidates",
     "DraftTree",
     "MaskContractError",
     "MaskPlan",
@@ -33,7 +36,9 @@ __all__ = [
     "plan_verify_mask",
     "register_mask_reader",
     "reports",
+    "select_draft_candidates",
     "torchvm_backend",
+    "tree_attention",
     "tree_mask_numel",
     "verify_tree_greedy",
 ]
