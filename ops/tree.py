@@ -69,8 +69,7 @@ def _check_batch(
     require(
         num_draft_tokens >= 1, lambda: f"num_draft_tokens must be >= 1, got {num_draft_tokens}"
     )
-    require(seq_lens.dim() == 1, lambda: f"seq_lens must be 1-D, got {seq_lens.dim()}-D")
-    device, batch = seq_lens.device, seq_lens.shape[0]
+    device, batch = seq_lens.device, seq_lens.numel()
     check_tensor("seq_lens", seq_lens, device, batch)
     check_mask(tree_mask, tree_mask_mode, batch, num_draft_tokens, device=device)
 
