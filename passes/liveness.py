@@ -193,8 +193,6 @@ def _use(mask: Mask, version: Node, user: Node, builds: dict[Node, Build]) -> tu
     if build is not None and build.written.base is version:
         mask.builds.append(build)
         mask.versions.update(dict.fromkeys(build.written.versions, build))
-        if build.call.argument_names(version):
-            mask.uses.append(Use(user, build.call.name, MaskRead.FULL, Reason.NO_CONTRACT))
         return build.written.versions
     if user.target in _SIZE_OPS:
         mask.sizes.append(user)

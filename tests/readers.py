@@ -102,6 +102,11 @@ _define(f"block_fixed({_ROWS}, int mask_mode) -> Tensor", _block, _rows)
 _define(f"block_out({_ROWS}, int mask_mode, Tensor(a!) result) -> ()", _block_out, lambda *_: None)
 _define(f"block_full_only({_ROWS}) -> Tensor", _block_full_only, _rows)
 _define("count(Tensor mask, int scale) -> Tensor", _count, lambda m, s: torch.empty(1))
+_define(
+    "pair(Tensor mask, Tensor other, int scale) -> Tensor",
+    lambda mask, other, scale: _count(other, scale),
+    lambda mask, other, scale: torch.empty(1),
+)
 _define("unknown(Tensor mask, int scale) -> Tensor", _count, lambda m, s: torch.empty(1))
 _define(
     "by_topk(Tensor mask, Tensor x, int topk) -> Tensor",
@@ -152,6 +157,7 @@ register_mask_reader(
     causal_arg="causal",
 )
 register_mask_reader("torchvm_tests::block_full_only", arg="mask", reads=MaskRead.TREE_BLOCK)
+register_mask_reader("torchvm_tests::pair", arg="mask", reads=MaskRead.NOTHING)
 register_mask_reader("torchvm_tests::count", arg="mask", reads=MaskRead.FULL)
 
 

@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.verify_graphs import CASES, CONTEXT, batch
 from torchvm import MaskReport, Reason
@@ -242,3 +243,13 @@ def test_prefix_skipped() -> None:
 %getitem_4 = getitem(%auto_functionalized_v2, 4) : bool[138]
 %block_full_only = torchvm_tests.block_full_only(mask=%getitem_4, seq_lens=%arg1_1, n=3) : float32[2, 3]""",
     )
+
+
+def test_a_graph_that_is_not_functional_is_left_alone() -> None:
+    function, args = CASES["dead"].function, batch()
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    before = format_graph(gm.graph, every_node=True)
+    reports: list[MaskReport] = []
+    MaskPipeline([p() for p in PASSES], reports.extend)(gm.graph)
+    assert [r.verdict for r in reports] == [Reason.NOT_FUNCTIONAL]
+    assert format_graph(gm.graph, every_node=True) == before

@@ -110,6 +110,12 @@ def read_in_full(parents: Tensor, seq_lens: Tensor) -> Any:
     return _build(mask, parents, seq_lens), READERS.count(mask, 1)
 
 
+@_case(Reason.NO_CONTRACT)
+def in_two_arguments_of_one_op(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    return _build(mask, parents, seq_lens), READERS.pair(mask, mask, 1)
+
+
 @_case(Reason.ELIDED)
 def contract_says_nothing(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
