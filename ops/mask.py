@@ -1,4 +1,4 @@
-"""torchvm::alloc_verify_mask: the buffer that the tree ops write."""
+"""torchvm::alloc_verify_mask and torchvm::mask_convert: the buffer that the tree ops write."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchvm.ops.checks import check_mask, check_tensor, int64
+from torchvm.ops.contracts import MaskRead, register_mask_reader
+from torchvm.ops.kernels import convert_mask
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mode
 from torchvm.ops.library import register_op
 
 if TYPE_CHECKING:
     from torch import SymInt, Tensor
 
-__all__ = ["alloc_verify_mask"]
+__all__ = ["alloc_verify_mask", "mask_convert"]
 
 _SCHEMA = (
     "alloc_verify_mask(SymInt bs, SymInt num_draft_tokens, SymInt max_context_len, "
     "int tree_mask_mode, *, ScalarType? dtype=None, Device? device=None) -> Tensor"
 )
+_CONVERT_SCHEMA = (
+    "mask_convert(Tensor mask, Tensor seq_lens, int from_mode, int to_mode, "
+    "SymInt num_draft_tokens, SymInt max_context_len) -> Tensor"
+)
+
+
+def _check_sizes(**sizes: int | SymInt) -> None:
+    """Require sizes that a mask can have."""
+    for name, size in sizes.items():
+        least = 1 if name == "num_draft_tokens" else 0
+        torch._check_value(
+            size >= least,
+            lambda name=name, size=size, least=least: f"{name} must be >= {least}, got {size}",
+        )
 
 
 def _alloc(
@@ -30,17 +47,7 @@ def _alloc(
     device: torch.device | None = None,
 ) -> Tensor:
     """Fake and kernel alike: zeros of the size that the layout's formula gives."""
-    sizes = {
-        "bs": bs,
-        "num_draft_tokens": num_draft_tokens,
-        "max_context_len": max_context_len,
-    }
-    for name, size in sizes.items():
-        least = 1 if name == "num_draft_tokens" else 0
-        torch._check_value(
-            size >= least,
-            lambda name=name, size=size, least=least: f"{name} must be >= {least}, got {size}",
-        )
+    _check_sizes(bs=bs, num_draft_tokens=num_draft_tokens, max_context_len=max_context_len)
     if isinstance(num_draft_tokens, torch.SymInt) and (
         tree_mode(tree_mask_mode) is TreeMaskMode.QLEN_ONLY_BITPACKING
         and torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(num_draft_tokens)
@@ -53,7 +60,54 @@ def _alloc(
     return torch.zeros(numel, dtype=dtype, device=device or "cpu")
 
 
+def _convert_fake(
+    mask: Tensor,
+    seq_lens: Tensor,
+    from_mode: int,
+    to_mode: int,
+    num_draft_tokens: int | SymInt,
+    max_context_len: int | SymInt,
+) -> Tensor:
+    """Zeros of the size of a mask for (B, n, max_context_len); dtype as `mask_convert` says."""
+    _check_sizes(num_draft_tokens=num_draft_tokens, max_context_len=max_context_len)
+    batch = seq_lens.numel()
+    check_tensor("seq_lens", seq_lens, mask.device, batch)
+    check_mask(mask, tree_mode(from_mode), batch, num_draft_tokens, name="mask")
+    packed = TreeMaskMode.QLEN_ONLY_BITPACKING
+    dtype = None if packed in (from_mode, tree_mode(to_mode)) else mask.dtype
+    numel, dtype = mask_storage(to_mode, batch, num_draft_tokens, max_context_len, dtype)
+    return mask.new_zeros(numel, dtype=dtype)
+
+
+def _convert(
+    mask: Tensor,
+    seq_lens: Tensor,
+    from_mode: int,
+    to_mode: int,
+    num_draft_tokens: int,
+    max_context_len: int,
+) -> Tensor:
+    out = _convert_fake(mask, seq_lens, from_mode, to_mode, num_draft_tokens, max_context_len)
+    return convert_mask.mask_convert(
+        mask, seq_lens, tree_mode(from_mode), tree_mode(to_mode), num_draft_tokens,
+        max_context_len, out,
+    )  # fmt: skip
+
+
 _OP = register_op(_SCHEMA, fake=_alloc, kernels={"CompositeExplicitAutograd": _alloc})
+_CONVERT_OP = register_op(
+    _CONVERT_SCHEMA, fake=_convert_fake, kernels={"CPU": _convert, "CUDA": _convert}
+)
+
+# Not packed masks: the dtype of the result would depend on what a pass chose.
+register_mask_reader(
+    "torchvm::mask_convert",
+    arg="mask",
+    reads=lambda from_mode, to_mode, **_: (
+        MaskRead.FULL if from_mode == to_mode == TreeMaskMode.FULL_MASK else MaskRead.TREE_BLOCK
+    ),
+    mode_arg="from_mode",
+)
 
 
 def alloc_verify_mask(
@@ -93,3 +147,40 @@ def alloc_verify_mask(
         device=None if device is None else torch.device(device),
     )
     return mask
+
+
+def mask_convert(
+    mask: Tensor,
+    seq_lens: Tensor,
+    *,
+    from_mode: int,
+    to_mode: int,
+    num_draft_tokens: int,
+    max_context_len: int,
+) -> Tensor:
+    """Copy the mask of a batch to another layout.
+
+    Compact layouts hold no prefix: it becomes ones on the way to FULL_MASK, and is dropped on
+    the way from it. The lengths are read on the host, so that a GPU is waited for.
+
+    Args:
+        mask: 1-D contiguous bool or uint8 (uint8 when packed), in the layout `from_mode`.
+        seq_lens: (B,) int64 (int32 is converted), committed length of each request.
+        from_mode: the `TreeMaskMode` of `mask`.
+        to_mode: the `TreeMaskMode` of the result, which may be the same.
+        num_draft_tokens: n, root included.
+        max_context_len: most committed tokens a request may have; sizes a FULL_MASK result.
+
+    Returns:
+        1-D tensor of `mask_storage(to_mode, B, num_draft_tokens, max_context_len)` elements that
+        are 0 or 1 (bytes of bits when packed), 0 past the batch. Its dtype is uint8 when it is
+        packed, bool when the source is packed, and the source's otherwise.
+
+    Raises:
+        ValueError: for a shape, dtype or mode that does not fit, a mask that is too small, or a
+            length that is negative or does not fit the result.
+    """
+    converted: Tensor = _CONVERT_OP(
+        mask, int64(seq_lens), int(from_mode), int(to_mode), num_draft_tokens, max_context_len
+    )
+    return converted
