@@ -12,10 +12,10 @@ import msgspec
 import torch
 
 from torchvm.ops.contracts import BUILDERS
-from torchvm.passes.graph import called_op, op_call, source_line
+from torchvm.passes.graph import behind_views, called_op, op_call, source_line
 
 if TYPE_CHECKING:
-    from torch.fx import Graph, Node
+    from torch.fx import Graph
 
 __all__ = ["MaskCopy", "verify_no_clone"]
 
@@ -49,15 +49,8 @@ def verify_no_clone(graph: Graph) -> list[MaskCopy]:
         call = op_call(node) if builder is not None else None
         if call is None or builder is None or call.written:
             continue
-        made = _behind_views(call.arguments[builder.mask_arg])
+        made = behind_views(call.arguments[builder.mask_arg])
         if made.target in _COPIES:
-            origin = _behind_views(made.all_input_nodes[0])
+            origin = behind_views(made.all_input_nodes[0])
             copies.append(MaskCopy(node.name, origin.name, source_line(node)))
     return copies
-
-
-def _behind_views(node: Node) -> Node:
-    """Go back from a view to the tensor that has the memory."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        node = node.all_input_nodes[0]
-    return node

@@ -24,10 +24,12 @@ __all__ = [
     "EAGER_INPUTS",
     "OpCall",
     "Written",
+    "behind_views",
     "called_op",
     "format_graph",
     "format_value",
     "graph_modules",
+    "is_view",
     "neighbourhood",
     "nodes_in",
     "op_call",
@@ -136,6 +138,18 @@ def called_op(node: Node) -> torch._ops.OpOverload | None:
     wrapped = node.target in (auto_functionalized, auto_functionalized_v2)
     op = node.args[0] if wrapped else node.target
     return op if isinstance(op, torch._ops.OpOverload) else None
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node is a view of its first input."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def behind_views(node: Node) -> Node:
+    """Go back from a view to the tensor that has the memory."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def source_line(node: Node) -> str:

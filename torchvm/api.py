@@ -9,11 +9,14 @@ from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
 from torchvm.ops.mask import alloc_verify_mask
 from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
 from torchvm.ops.verify import Verification, verify_tree_greedy
+from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
 from torchvm.passes.report import MaskReport, Reason
 from torchvm.planning import MaskPlan, plan_verify_mask
 from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 __all__ = [
+    "CaptureCode",
+    "CaptureFinding",
     "DraftCandidates",
     "DraftTree",
     "MaskContractError",
@@ -28,6 +31,7 @@ __all__ = [
     "alloc_verify_mask",
     "build_tree",
     "build_tree_from_parents",
+    "check_capture",
     "clear_reports",
     "default_tree_mask_mode",
     "inductor_options",
