@@ -284,11 +284,15 @@ def sample_us(call: Callable[[], object], calls: int) -> list[float]:
     return times
 
 
-def median_us(call: Callable[[], object], *, budget_us: float = BUDGET_US) -> float:
-    """Median time of a call, of as many as the budget allows, at least three."""
-    call()
-    calls = max(3, min(1001, int(budget_us / max(sample_us(call, 1)[0], 1.0))))
-    return statistics.median(sample_us(call, calls))
+def calls_within(call: Callable[[], object], budget_us: float) -> int:
+    """How many calls a budget allows, between 3 and 1,001."""
+    once = min(sample_us(call, 3))
+    return max(3, min(1001, int(budget_us / once)))
+
+
+def median_us(call: Callable[[], object]) -> float:
+    """Median time of a call."""
+    return statistics.median(sample_us(call, calls_within(call, BUDGET_US)))
 
 
 def make_case(mode: TreeMaskMode, batch: int, tree: tuple[int, int, int], context: int) -> Case:
@@ -322,7 +326,7 @@ def check_agreement(case: Case, floor: Floor) -> None:
 
 def measure(case: Case, floor: Floor) -> Row:
     """Time one size; op and floor take turns, so that a busy machine slows both."""
-    calls = max(5, min(401, int(BUDGET_US / 5 / median_us(case.op, budget_us=0))))
+    calls = calls_within(case.op, BUDGET_US / 5)
     op: list[float] = []
     loop: list[float] = []
     for _ in range(5):
