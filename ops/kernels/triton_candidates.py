@@ -24,22 +24,37 @@ MAX_BLOCK = 2048
 
 
 @triton.jit
-def score_keys(scores: tl.tensor, at: tl.tensor, live: tl.tensor) -> tl.tensor:
-    """Unsigned integers in the order of the scores: NaN below all, -0.0 equal to 0.0.
-
-    Scores of two and four bytes give uint32 keys, scores of eight bytes uint64.
-    """
+def sign_bit(scores: tl.tensor) -> tl.tensor:
+    """The sign bit of the scores' type: uint64 for float64, uint32 for the others."""
     if scores.dtype.element_ty == tl.float64:
-        score = tl.load(scores + at, mask=live, other=0.0)
-        bits = tl.where(score == 0.0, 0.0, score).to(tl.uint64, bitcast=True)
-        sign = bits >> 63
-        key = tl.where(sign != 0, ~bits, bits | 0x8000000000000000)
+        bit = tl.cast(0x8000000000000000, tl.uint64)
+    elif scores.dtype.element_ty == tl.float32:
+        bit = tl.cast(0x80000000, tl.uint32)
     else:
-        score = tl.load(scores + at, mask=live, other=0.0).to(tl.float32)
-        bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-        sign = bits >> 31
-        key = tl.where(sign != 0, ~bits, bits | 0x80000000)
-    return tl.where(score == score, key, 0)
+        bit = tl.cast(0x8000, tl.uint32)
+    return bit
+
+
+@triton.jit
+def score_keys(scores: tl.tensor, at: tl.tensor, live: tl.tensor) -> tl.tensor:
+    """Unsigned integers in the order of the scores: NaN is 0, and both zeros the sign bit.
+
+    Made of the scores' bits: a comparison of floats might take a denormal for zero.
+    """
+    score = tl.load(scores + at, mask=live, other=0.0)
+    if scores.dtype.element_ty == tl.float64:
+        bits = score.to(tl.uint64, bitcast=True)
+        infinity = 0x7FF0000000000000
+    elif scores.dtype.element_ty == tl.float32:
+        bits = score.to(tl.uint32, bitcast=True)
+        infinity = 0x7F800000
+    else:
+        bits = score.to(tl.uint16, bitcast=True).to(tl.uint32)
+        infinity = 0x7C00 if scores.dtype.element_ty == tl.float16 else 0x7F80
+    sign = sign_bit(scores)
+    magnitude = bits & (sign - 1)
+    key = tl.where(bits < sign, sign + magnitude, sign - magnitude)
+    return tl.where(magnitude > infinity, 0, key)
 
 
 @triton.jit
@@ -84,17 +99,13 @@ def candidates_kernel(
     scores += request * num_candidates
     tokens += request * num_candidates
     first = request * num_selected
-    if scores.dtype.element_ty == tl.float64:
-        bit = tl.cast(0x8000000000000000, tl.uint64)
-    else:
-        bit = tl.cast(0x80000000, tl.uint32)
+    bit = sign_bit(scores)
     threshold = bit ^ bit
     while bit != 0:
         probe = threshold | bit
         if count_above(scores, num_candidates, probe, BLOCK) >= num_selected:
             threshold = probe
         bit = bit >> 1
-    # No key is the largest integer: it would be a NaN.
     above = count_above(scores, num_candidates, threshold + 1, BLOCK)
     ties_left = num_selected - above
     taken = tl.cast(0, tl.int32)

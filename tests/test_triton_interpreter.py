@@ -1,0 +1,28 @@
+"""The GPU kernels on the CPU, under Triton's interpreter.
+
+An interpreted kernel cannot be compiled and a compiled one not interpreted, and Triton decides
+when it is imported: so this runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_interpreted_kernels_equal_the_oracle_and_the_cpu() -> None:
+    pytest.importorskip("triton", reason="Triton is published for Linux alone")
+    tests = Path(__file__).with_name("triton_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    ran = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
