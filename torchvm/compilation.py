@@ -14,6 +14,7 @@ from torchvm.passes.compact_tree_block_readers import CompactTreeBlockReaders
 from torchvm.passes.elide_unread_masks import ElideUnreadMasks
 from torchvm.passes.graph import graph_modules
 from torchvm.passes.hoist_mask_readers import HoistMaskReaders
+from torchvm.passes.keep_copies import KeepCopies
 from torchvm.passes.skip_prefix_fill import SkipPrefixFill
 from torchvm.report_cache import load_reports, report_key, save_reports
 
@@ -41,8 +42,8 @@ PASSES: tuple[type[MaskPass], ...] = (
 )
 """Every mask pass, in the order in which they try a mask."""
 
-PASS_NAMES = (*(p.__name__ for p in PASSES), HoistMaskReaders.__name__)
-"""What `passes` may name. HoistMaskReaders orders the graph and rewrites no mask."""
+PASS_NAMES = (*(p.__name__ for p in PASSES), KeepCopies.__name__, HoistMaskReaders.__name__)
+"""What `passes` may name. The last two keep copies and order the graph, and rewrite no mask."""
 
 _MASK_HOOK = "joint_custom_pre_pass"
 _ORDER_HOOK = "post_grad_custom_pre_pass"
@@ -134,6 +135,8 @@ def _with_passes(
 ) -> dict[str, Any]:
     """Put torchvm's passes into their hooks, behind the caller's own."""
     added: dict[str, Callable[[Graph], None]] = {_MASK_HOOK: pipeline}
+    if KeepCopies.__name__ in names:
+        added[_MASK_HOOK] = ChainedPasses([pipeline, KeepCopies()])
     if HoistMaskReaders.__name__ in names:
         added[_ORDER_HOOK] = HoistMaskReaders()
     return {**options, **{hook: _chained(hook, p, options) for hook, p in added.items()}}
