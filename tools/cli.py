@@ -84,3 +84,7 @@ def main() -> None:
     except CommandError as error:
         typer.echo(f"torchvm: {error}", err=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
