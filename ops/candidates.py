@@ -101,8 +101,18 @@ def _cpu(
     return parent_list, *selected
 
 
-def _cuda(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("select_draft_candidates has no CUDA kernel: give it CPU tensors")
+def _cuda(
+    score_list: Sequence[Tensor],
+    token_list: Sequence[Tensor],
+    parents_list: Sequence[Tensor],
+    num_draft_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from torchvm.ops.kernels import triton_candidates
+
+    _check(score_list, token_list, parents_list, num_draft_tokens)
+    scores, tokens, parent_list = _join(score_list, token_list, parents_list)
+    selected = triton_candidates.select_draft_candidates(scores, tokens, num_draft_tokens)
+    return parent_list, *selected
 
 
 _OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
@@ -136,7 +146,6 @@ def select_draft_candidates(
 
     Raises:
         ValueError: for a level whose shape or dtype does not fit, or too few candidates.
-        NotImplementedError: for CUDA tensors.
     """
     if not score_list:
         raise ValueError("score_list must have at least one level, got none")

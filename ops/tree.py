@@ -158,15 +158,50 @@ def _cpu_from_parents(
     )
 
 
-def _cuda(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    raise NotImplementedError("build_tree has no CUDA kernel: give it CPU tensors")
+def _cuda(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    topk: int,
+    depth: int,
+    num_draft_tokens: int,
+    tree_mask_mode: int,
+    fill_prefix: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from torchvm.ops.kernels import triton_tree
+
+    _check(
+        parent_list, selected_index, seq_lens, tree_mask, topk, depth, num_draft_tokens,
+        tree_mask_mode,
+    )  # fmt: skip
+    return triton_tree.build_tree(
+        parent_list, selected_index, seq_lens, tree_mask, topk, depth, num_draft_tokens,
+        tree_mask_mode, fill_prefix,
+    )  # fmt: skip
+
+
+def _cuda_from_parents(
+    parents: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    num_draft_tokens: int,
+    tree_mask_mode: int,
+    fill_prefix: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from torchvm.ops.kernels import triton_tree
+
+    _check_parents(parents, seq_lens, tree_mask, num_draft_tokens, tree_mask_mode)
+    return triton_tree.build_tree_from_parents(
+        parents, seq_lens, tree_mask, num_draft_tokens, tree_mask_mode, fill_prefix
+    )
 
 
 _OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
 _PARENTS_OP = register_op(
     _PARENTS_SCHEMA,
     fake=_fake_from_parents,
-    kernels={"CPU": _cpu_from_parents, "CUDA": _cuda},
+    kernels={"CPU": _cpu_from_parents, "CUDA": _cuda_from_parents},
 )
 
 
@@ -214,7 +249,6 @@ def build_tree(
     Raises:
         ValueError: for a shape, dtype or size that does not fit, on the CPU also where a length
             is negative or the buffer is too small for these lengths. Nothing is written then.
-        NotImplementedError: for CUDA tensors.
     """
     return DraftTree(
         *_OP(
@@ -249,7 +283,6 @@ def build_tree_from_parents(
 
     Raises:
         ValueError: as `build_tree`.
-        NotImplementedError: for CUDA tensors.
     """
     return DraftTree(
         *_PARENTS_OP(

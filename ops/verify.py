@@ -96,8 +96,24 @@ def _cpu(
     )  # fmt: skip
 
 
-def _cuda(*args: object, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("verify_tree_greedy has no CUDA kernel: give it CPU tensors")
+def _cuda(
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
+    max_accept: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from torchvm.ops.kernels import triton_verify
+
+    _check(
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict,
+        max_accept,
+    )  # fmt: skip
+    return triton_verify.verify_tree_greedy(
+        candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict,
+        max_accept,
+    )  # fmt: skip
 
 
 _OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
@@ -135,7 +151,6 @@ def verify_tree_greedy(
 
     Raises:
         ValueError: for a shape or dtype that does not fit.
-        NotImplementedError: for CUDA tensors.
     """
     return Verification(
         *_OP(
