@@ -81,17 +81,9 @@ def _cpu(
             mask.numel(),
         )  # fmt: skip
     return cpu_attention.tree_attention(
-        query,
-        k_cache,
-        v_cache,
-        page_table,
-        seq_lens,
-        mask,
-        mode,
-        scale,
-        sliding_window,
-        logit_cap,
-    )
+        query, k_cache, v_cache, page_table, lengths, seq_lens, mask, mode, scale,
+        sliding_window, logit_cap,
+    )  # fmt: skip
 
 
 def _cuda(*args: Any, **kwargs: Any) -> Tensor:

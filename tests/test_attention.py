@@ -13,6 +13,8 @@ import torch
 from torchvm.ops import attention
 from torchvm.ops.attention import tree_attention
 from torchvm.ops.contracts import MaskRead, mask_readers
+from torchvm.ops.kernels import cpu_attention
+from torchvm.ops.kernels.threads import run_parts, split
 from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
@@ -221,6 +223,64 @@ def test_scratch_does_not_grow_with_the_context() -> None:
         tree_mask_mode=QLEN, is_causal_chain=False, scale=1.0,
     )  # fmt: skip
     assert memory("VmHWM") - before < 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("costs", "units", "parts", "bounds"),
+    [
+        ([5], 4, 2, [0, 2, 4]),
+        ([5], 1, 3, [0, 1]),
+        ([1, 1, 1, 1], 1, 2, [0, 2, 4]),
+        ([9, 1, 1, 1], 2, 2, [0, 1, 8]),
+        ([1, 1, 1, 9], 2, 2, [0, 6, 8]),
+        ([0, 4, 0], 3, 2, [0, 4, 9]),
+        ([3, 3], 1, 1, [0, 2]),
+    ],
+)
+def test_tasks_are_split_by_cost(
+    costs: list[int], units: int, parts: int, bounds: list[int]
+) -> None:
+    assert split(costs, units, parts) == bounds
+
+
+@pytest.mark.parametrize("n", [5, 70])
+def test_threads_give_the_same_bits(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([40, 3, 0, 90], n)
+    mask = write_mask(case, FULL)
+    threads = torch.get_num_threads()
+    parts: list[int] = []
+
+    def noted(run: Callable[[int, int], object], bounds: list[int]) -> None:
+        parts.append(len(bounds) - 1)
+        run_parts(run, bounds)
+
+    monkeypatch.setattr(cpu_attention, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(cpu_attention, "run_parts", noted)
+    try:
+        torch.set_num_threads(1)
+        expected = run(case, mask, FULL)
+        for count in (2, 3, 7):
+            torch.set_num_threads(count)
+            assert torch.equal(run(case, mask, FULL), expected)
+    finally:
+        torch.set_num_threads(threads)
+    assert parts[:2] == [2, 3]
+    assert parts[2] > 3
+
+
+def test_not_a_number_is_passed_on() -> None:
+    """By the values and keys that are seen, in float16 bit for bit an infinity or NaN."""
+    case = make_case([6, 6, 6], 2, dtype=torch.float16)
+    case.v_cache[case.page_table[0, 0], 3, 0, 5] = math.nan
+    case.k_cache[case.page_table[1, 0], 3, 0, 5] = math.nan
+    case.v_cache[case.page_table[2, 0], 3, 0, 5] = -math.inf
+    out = run(case, write_mask(case, QLEN), QLEN)
+    group = HEADS // KV_HEADS
+    assert out[0, :, :group, 5].isnan().all()
+    assert out[0, :, group:].isfinite().all()
+    assert out[1, :, :group].isnan().all()
+    assert (out[2, :, :group, 5] == -math.inf).all()
+    assert out.isfinite().sum() == out.numel() - 2 * group * (1 + HEAD_DIM + 1)
 
 
 @pytest.mark.parametrize("causal", [True, False])

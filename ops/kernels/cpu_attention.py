@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from torchvm.ops.kernels.jit import bytes_at, int32_at, int64_at, njit
+from torchvm.ops.kernels.threads import run_parts, split
 from torchvm.ops.layout import TreeMaskMode, packed_row_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ FLOAT32, BFLOAT16 = 0, 1
 TILE = 64
 # A block of rows and a tile of keys stay in the L2 cache together.
 _BLOCK_ROWS = 96
+# Waking another thread costs about what this many operations do.
+_WORTH_A_THREAD = 10_000_000
 
 f32 = np.float32
 LOWEST = f32(np.finfo(np.float32).min)
@@ -309,11 +312,14 @@ def _end_block(
 def _attend(
     out: Address, query: Address, q_strides: Any, k_cache: Address, k_strides: Any,
     v_cache: Address, v_strides: Any, table: Address, table_width: int, lengths_at: Address,
-    mask: Address, mode: int, row_bytes: int, is_causal: bool, kind: int, batch: int, n: int,
-    num_heads: int, num_kv_heads: int, dim: int, page_size: int, block: int, scale: Any,
-    window: int, cap: Any,
+    mask: Address, mode: int, row_bytes: int, is_causal: bool, kind: int, n: int, num_heads: int,
+    num_kv_heads: int, dim: int, page_size: int, block: int, scale: Any, window: int, cap: Any,
+    first_task: int, last_task: int,
 ) -> None:  # fmt: skip
-    """Attend a batch whose arguments are checked; strides are in elements."""
+    """Run some tasks of a batch, whose arguments are checked; strides are in elements.
+
+    A task is a block of nodes of one kv head; those of a request are adjacent.
+    """
     lengths = int64_at(lengths_at)
     size = 4 if kind == FLOAT32 else 2
     group = num_heads // num_kv_heads
@@ -328,47 +334,53 @@ def _attend(
     scores = sums + most * dim * 4
     keys = scores + most * TILE * 4
     values = keys + TILE * dim * 4
-    for b in range(batch):
-        length = lengths[b]
+    request = -1
+    per_request = num_kv_heads * ((n + block - 1) // block)
+    for task in range(first_task, last_task):
+        b, unit = task // per_request, task % per_request
+        while request < b:
+            request += 1
+            length = lengths[request]
+            prefix = length if mode == FULL else 0
+            if request == b:
+                tree = mask + prefix
+                _read_tree(visible, depths, tree, n, mode, prefix + row_bytes, is_causal)
+            mask += n * (prefix + row_bytes)
         pages = int32_at(table + 4 * b * table_width)
-        prefix = length if mode == FULL else 0
-        _read_tree(visible, depths, mask + prefix, n, mode, prefix + row_bytes, is_causal)
-        mask += n * (prefix + row_bytes)
-        for unit in range(num_kv_heads * ((n + block - 1) // block)):
-            g, first = unit % num_kv_heads, unit // num_kv_heads * block
-            last = min(first + block, n)
-            nodes = last - first
-            num_rows = group * nodes + group * nodes % 2
-            _begin_block(
-                query + 4 * (b * q_strides[0] + first * q_strides[1] + g * group * q_strides[2]),
-                q_strides, scale, rows, sums, peaks, weights, num_rows, nodes, group, dim,
+        g, first = unit % num_kv_heads, unit // num_kv_heads * block
+        last = min(first + block, n)
+        nodes = last - first
+        num_rows = group * nodes + group * nodes % 2
+        _begin_block(
+            query + 4 * (b * q_strides[0] + first * q_strides[1] + g * group * q_strides[2]),
+            q_strides, scale, rows, sums, peaks, weights, num_rows, nodes, group, dim,
+        )  # fmt: skip
+        begin = 0
+        if window:
+            begin = max(0, length + depths[first:last].min() - window + 1)
+        stop = length + (last if is_causal else n)
+        for start in range(begin, stop, TILE):
+            _load_tile(
+                keys, k_cache + size * g * k_strides[2], kind, pages, page_size, k_strides[0],
+                k_strides[1], start, stop, dim,
             )  # fmt: skip
-            begin = 0
-            if window:
-                begin = max(0, length + depths[first:last].min() - window + 1)
-            stop = length + (last if is_causal else n)
-            for start in range(begin, stop, TILE):
-                _load_tile(
-                    keys, k_cache + size * g * k_strides[2], kind, pages, page_size, k_strides[0],
-                    k_strides[1], start, stop, dim,
-                )  # fmt: skip
-                _load_tile(
-                    values, v_cache + size * g * v_strides[2], kind, pages, page_size,
-                    v_strides[0], v_strides[1], start, stop, dim,
-                )  # fmt: skip
-                _score(scores, rows, keys, num_rows, dim)
-                if cap > 0:
-                    _soften(float32_at(scores), num_rows * TILE, cap)
-                if window or start + TILE > length:
-                    _hide(scores, visible, depths, first, last, group, start, stop, length, window)
-                _fold(
-                    scores, values, peaks, weights, sums, num_rows, dim, lanes, powers,
-                    powers_as_floats,
-                )  # fmt: skip
-            _end_block(
-                out + 4 * dim * ((b * n + first) * num_heads + g * group),
-                sums, weights, nodes, group, num_heads, dim,
+            _load_tile(
+                values, v_cache + size * g * v_strides[2], kind, pages, page_size,
+                v_strides[0], v_strides[1], start, stop, dim,
             )  # fmt: skip
+            _score(scores, rows, keys, num_rows, dim)
+            if cap > 0:
+                _soften(float32_at(scores), num_rows * TILE, cap)
+            if window or start + TILE > length:
+                _hide(scores, visible, depths, first, last, group, start, stop, length, window)
+            _fold(
+                scores, values, peaks, weights, sums, num_rows, dim, lanes, powers,
+                powers_as_floats,
+            )  # fmt: skip
+        _end_block(
+            out + 4 * dim * ((b * n + first) * num_heads + g * group),
+            sums, weights, nodes, group, num_heads, dim,
+        )  # fmt: skip
 
 
 def tree_attention(
@@ -376,6 +388,7 @@ def tree_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
+    lengths: list[int],
     seq_lens: Tensor,
     tree_mask: Tensor | None,
     mode: TreeMaskMode,
@@ -383,23 +396,34 @@ def tree_attention(
     sliding_window: int,
     logit_cap: float,
 ) -> Tensor:
-    """Launch on the arguments of the op, checked; `tree_mask` None is a chain."""
+    """Launch on the arguments of the op, checked, on as many threads as torch may use.
+
+    `lengths` are the seq_lens; `tree_mask` None is a chain.
+    """
     batch, n, num_heads, dim = query.shape
     num_kv_heads = k_cache.shape[2]
     rows = _dense_last(query.float())
     keys, values = _dense_last(k_cache), _dense_last(v_cache)
-    table, lengths = page_table.contiguous(), seq_lens.contiguous()
+    table, seq_lens = page_table.contiguous(), seq_lens.contiguous()
     mask = None if tree_mask is None else tree_mask.contiguous()
     out = rows.new_empty(query.shape)
-    _attend(
+    block = max(1, _BLOCK_ROWS * num_kv_heads // num_heads)
+    arguments = (
         out.data_ptr(), rows.data_ptr(), rows.stride(), keys.data_ptr(), keys.stride(),
-        values.data_ptr(), values.stride(), table.data_ptr(), table.shape[1], lengths.data_ptr(),
+        values.data_ptr(), values.stride(), table.data_ptr(), table.shape[1], seq_lens.data_ptr(),
         0 if mask is None else mask.data_ptr(), int(mode),
         int(packed_row_bytes(n)) if mode == PACKED else n, mask is None, KINDS[k_cache.dtype],
-        batch, n, num_heads, num_kv_heads, dim, k_cache.shape[1],
-        max(1, _BLOCK_ROWS * num_kv_heads // num_heads), f32(scale), sliding_window,
+        n, num_heads, num_kv_heads, dim, k_cache.shape[1], block, f32(scale), sliding_window,
         f32(logit_cap),
     )  # fmt: skip
+    per_request = num_kv_heads * -(-n // block)
+    threads = min(torch.get_num_threads(), batch * per_request)
+    operations = 4 * dim * num_heads * n * (sum(lengths) + batch * n)
+    if threads > 1 and operations > _WORTH_A_THREAD:
+        bounds = split([length + n for length in lengths], per_request, threads)
+        run_parts(lambda first, last: _attend(*arguments, first, last), bounds)
+    else:
+        _attend(*arguments, 0, batch * per_request)
     return out.to(query.dtype)
 
 
