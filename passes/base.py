@@ -55,6 +55,10 @@ class MaskPipeline(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite one functional graph in place and report on each of its masks."""
+        self._sink(self.run(graph))
+
+    def run(self, graph: Graph) -> list[MaskReport]:
+        """Rewrite one functional graph in place; return the reports, which no sink is given."""
         masks = {mask.root: mask for mask in find_masks(graph)}
         before = {root: declared_storage(mask) for root, mask in masks.items()}
         readers = {root: mask.readers() for root, mask in masks.items()}
@@ -77,7 +81,7 @@ class MaskPipeline(CustomGraphPass):  # type: ignore[misc, unused-ignore]
                     readers=readers[root],
                 )
             )
-        self._sink(reports)
+        return reports
 
     def uuid(self) -> str | None:
         """Return the compile-cache key; None (no caching) where a contract has no stable key."""

@@ -83,7 +83,8 @@ REASONS: dict[Reason, ReasonText] = {
     ),
     Reason.RETURNED: ReasonText(
         "the mask leaves the graph, as a result or over a graph break",
-        "keep allocation, build and readers inside one graph (fullgraph=True)",
+        "keep allocation, build and readers inside one graph (fullgraph=True); where layers are "
+        "compiled one by one, plan_verify_mask finds the layout: create the buffer in that",
     ),
     Reason.HIGHER_ORDER: ReasonText(
         "the mask goes into a higher-order op (cond, scan, ...) whose body may read it",
@@ -113,7 +114,7 @@ REASONS: dict[Reason, ReasonText] = {
     ),
     Reason.GRAPH_INPUT: ReasonText(
         "the mask is an input of the graph: its buffer exists already",
-        "create the buffer in the layout that its readers need",
+        "plan_verify_mask finds the layout that its readers need: create the buffer in that",
     ),
     Reason.NOT_AN_ALLOC: ReasonText(
         "the first build writes a tensor that alloc_verify_mask did not make, or that was "
@@ -184,12 +185,16 @@ class MaskReport(msgspec.Struct, frozen=True):
     """Whether a build of the graph that runs writes into a copy of the whole mask; None where
     that graph was not looked at."""
 
+    @property
+    def change(self) -> str:
+        """Mode and bytes as declared, and as they became if that differs."""
+        declared = f"{self.declared_mode.name} {self.declared_bytes} B"
+        final = f"{self.final_mode.name} {self.final_bytes} B"
+        return declared if declared == final else f"{declared} -> {final}"
+
     def __str__(self) -> str:
         """One line: name, place, layouts, bytes, verdict, readers."""
-        change = f"{self.declared_mode.name} {self.declared_bytes} B"
-        if (self.final_mode, self.final_bytes) != (self.declared_mode, self.declared_bytes):
-            change += f" -> {self.final_mode.name} {self.final_bytes} B"
         readers = ", ".join(f"{r.op} ({r.reads.name})" for r in self.readers) or "none"
         place = f" at {self.source}" if self.source else ""
         copied = ", copied before a build" if self.copied else ""
-        return f"{self.name}{place}: {change}: {self.verdict} (readers: {readers}){copied}"
+        return f"{self.name}{place}: {self.change}: {self.verdict} (readers: {readers}){copied}"

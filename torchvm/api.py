@@ -2,6 +2,7 @@
 
 from torchvm.compilation import clear_reports, inductor_options, reports, torchvm_backend
 from torchvm.errors import MaskContractError, TorchvmError
+from torchvm.explanation import Explanation, MaskExplanation, explain
 from torchvm.ops.attention import tree_attention
 from torchvm.ops.candidates import DraftCandidates, select_draft_candidates
 from torchvm.ops.contracts import MaskRead, register_mask_reader
@@ -19,7 +20,9 @@ __all__ = [
     "CaptureFinding",
     "DraftCandidates",
     "DraftTree",
+    "Explanation",
     "MaskContractError",
+    "MaskExplanation",
     "MaskPlan",
     "MaskRead",
     "MaskReport",
@@ -34,6 +37,7 @@ __all__ = [
     "check_capture",
     "clear_reports",
     "default_tree_mask_mode",
+    "explain",
     "inductor_options",
     "mask_storage",
     "maybe_create_verify_mask",

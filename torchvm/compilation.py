@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from torch._dynamo.backends.registry import register_backend
 
-from torchvm.passes.base import ChainedPasses, MaskPass, MaskPipeline
+from torchvm.passes.base import ChainedPasses, MaskPass
 from torchvm.passes.causal_chains import CausalChains
 from torchvm.passes.clone_check import verify_no_clone
 from torchvm.passes.compact_tree_block_readers import CompactTreeBlockReaders
@@ -16,6 +16,7 @@ from torchvm.passes.graph import graph_modules
 from torchvm.passes.hoist_mask_readers import HoistMaskReaders
 from torchvm.passes.keep_copies import KeepCopies
 from torchvm.passes.skip_prefix_fill import SkipPrefixFill
+from torchvm.passes.visibility import VisiblePipeline, announce
 from torchvm.report_cache import load_reports, report_key, save_reports
 
 if TYPE_CHECKING:
@@ -126,12 +127,12 @@ def _checked(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name for name in PASS_NAMES if name in names)
 
 
-def _pipeline(names: tuple[str, ...], sink: Callable[[list[MaskReport]], None]) -> MaskPipeline:
-    return MaskPipeline([p() for p in PASSES if p.__name__ in names], sink)
+def _pipeline(names: tuple[str, ...], sink: Callable[[list[MaskReport]], None]) -> VisiblePipeline:
+    return VisiblePipeline([p() for p in PASSES if p.__name__ in names], sink)
 
 
 def _with_passes(
-    pipeline: MaskPipeline, names: tuple[str, ...], options: Mapping[str, Any]
+    pipeline: VisiblePipeline, names: tuple[str, ...], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Put torchvm's passes into their hooks, behind the caller's own."""
     added: dict[str, Callable[[Graph], None]] = {_MASK_HOOK: pipeline}
@@ -209,6 +210,8 @@ def _compile_inductor(
         found = run.reports()
     if run.passes_ran:
         save_reports(key, found)
+    else:
+        announce(found)
     _reports.extend(found)
     return cast("Callable[..., Any]", compiled)
 
@@ -243,7 +246,7 @@ class _Run:
 
 
 def _compile_aot_eager(
-    gm: GraphModule, example_inputs: list[Any], pipeline: MaskPipeline
+    gm: GraphModule, example_inputs: list[Any], pipeline: VisiblePipeline
 ) -> Callable[..., Any]:
     """Rewrite the functional graph and run it op by op."""
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
