@@ -56,6 +56,8 @@ class Written(NamedTuple):
     """Whether the argument is all of `base`, not a slice or another view of it."""
     versions: tuple[Node, ...]
     """The getitem nodes that hold the value after the call; none when nothing uses it."""
+    position: int
+    """Which result of the wrapper that value is."""
 
 
 class OpCall(NamedTuple):
@@ -243,7 +245,8 @@ def _unwrap_v1(node: Node, op: torch._ops.OpOverload) -> OpCall:
     for position, name in enumerate(mutated):
         base = node.kwargs.get(name)
         if isinstance(base, Node):
-            written[name] = Written(base, True, _versions(node, returned + position))
+            index = returned + position
+            written[name] = Written(base, True, _versions(node, index), index)
     arguments = {k: v for k, v in node.kwargs.items() if k not in written and k[0] != "_"}
     return OpCall(node, op, arguments, written)
 
@@ -257,7 +260,8 @@ def _unwrap_v2(node: Node, op: torch._ops.OpOverload) -> OpCall:
         index: Any = node.kwargs.get(f"_{name}_base_index")
         if index is not None:
             whole = not any(f"_{name}_{suffix}" in node.kwargs for suffix in _PART_SUFFIXES)
-            written[name] = Written(bases[index], whole, _versions(node, returned + index))
+            position = returned + index
+            written[name] = Written(bases[index], whole, _versions(node, position), position)
     known = {argument.name for argument in op._schema.arguments}
     arguments = {k: v for k, v in node.kwargs.items() if k in known}
     return OpCall(node, op, arguments, written)

@@ -157,7 +157,7 @@ def _build(node: Node) -> Build | None:
         return None
     written = call.written.get(builder.mask_arg)
     if written is None:  # A bare call mutates its argument, and what follows is not SSA.
-        written = Written(call.arguments[builder.mask_arg], True, ())
+        written = Written(call.arguments[builder.mask_arg], True, (), -1)
     seq_lens = call.arguments[builder.batch_arg]
     return Build(
         call,

@@ -91,6 +91,12 @@ def _update_values(mask: Mask) -> None:
     numel, dtype = mask_storage(mask.mode, bs, n, context, mask.alloc.arguments["dtype"])
     for version in mask.versions:
         version.meta["val"] = mask.root.meta["val"].new_empty(numel, dtype=dtype)
+    for build in mask.builds:
+        wrapper = build.call.node
+        if "val" in wrapper.meta:  # What a saved program takes the results' sizes from.
+            results = list(wrapper.meta["val"])
+            results[build.written.position] = mask.root.meta["val"]
+            wrapper.meta["val"] = tuple(results)
 
 
 def _eager_values(node: Node) -> dict[Node, Any]:

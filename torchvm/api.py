@@ -3,6 +3,7 @@
 from torchvm.compilation import clear_reports, inductor_options, reports, torchvm_backend
 from torchvm.errors import MaskContractError, TorchvmError
 from torchvm.explanation import Explanation, MaskExplanation, explain
+from torchvm.exporting import compact
 from torchvm.ops.attention import tree_attention
 from torchvm.ops.candidates import DraftCandidates, select_draft_candidates
 from torchvm.ops.contracts import MaskRead, register_mask_reader
@@ -36,6 +37,7 @@ __all__ = [
     "build_tree_from_parents",
     "check_capture",
     "clear_reports",
+    "compact",
     "default_tree_mask_mode",
     "explain",
     "inductor_options",

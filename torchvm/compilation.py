@@ -31,6 +31,7 @@ __all__ = [
     "PASS_NAMES",
     "clear_reports",
     "inductor_options",
+    "recording_pipeline",
     "reports",
     "torchvm_backend",
 ]
@@ -80,8 +81,19 @@ def inductor_options(
     Raises:
         ValueError: when a name in `passes` is not that of a pass.
     """
-    names = _checked(passes)
-    return _with_passes(_pipeline(names, _reports.extend), names, options or {})
+    return _with_passes(recording_pipeline(passes), _checked(passes), options or {})
+
+
+def recording_pipeline(passes: Sequence[str] | None = None) -> VisiblePipeline:
+    """Make the mask passes, as one graph pass whose reports `reports()` returns.
+
+    Args:
+        passes: as in `inductor_options`.
+
+    Raises:
+        ValueError: when a name in `passes` is not that of a pass.
+    """
+    return _pipeline(_checked(passes), _reports.extend)
 
 
 def torchvm_backend(
