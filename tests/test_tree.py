@@ -13,6 +13,7 @@ import torch
 from tests import oracle
 from tests.buffers import MODES_AND_DTYPES, check_outputs, poisoned, poisons
 from tests.trees import SIZES, Batch, draw_batch, draw_malformed, draw_sizes, num_candidates
+from torchvm.ops.kernels.cpu_tree import HINT_MASK
 from torchvm.ops.tree import DraftTree, build_tree
 
 FULL, QLEN, PACKED = oracle.FULL, oracle.QLEN, oracle.PACKED
@@ -163,6 +164,18 @@ def test_every_change_of_layout(n: int) -> None:
     topk, depth = (5, 6) if n <= 129 else (16, 8)
     assert num_candidates(topk, depth) >= n - 1
     _check(draw_batch(rng, topk, depth, n, 2))
+
+
+def test_more_candidates_than_hints() -> None:
+    """A parent is found although a later id took its hint."""
+    rng = random.Random(4)  # noqa: S311
+    topk, depth, n = 32, 4, 1000
+    batch = draw_batch(rng, topk, depth, n, 1)
+    (ids,), (tree,) = batch.selected, batch.trees()
+    hints = [i & HINT_MASK for i in ids]
+    lost = [p for i, p in enumerate(tree.parents) if p and hints[p - 1] in hints[p : i - 1]]
+    assert len(lost) > 50
+    _check(batch)
 
 
 def test_malformed_trees() -> None:

@@ -101,14 +101,17 @@ def test_int32_lengths_are_converted_by_the_functions_alone() -> None:
 
 
 def test_any_width_at_depth_1() -> None:
-    _, _, _, seq_lens = _inputs(2)
+    """Nothing of `parent_list` is read there, though its entries name a node."""
+    seq_lens, selected = torch.tensor([5, 0]), torch.tensor([[0, 2, 5]] * 2)
     for width in (0, 1, 6):
         mask = torch.zeros(32, dtype=torch.bool)
         tree = build_tree(
-            torch.full((2, width), 99), torch.tensor([[0, 2, 3]] * 2), seq_lens, mask,
+            torch.zeros(2, width, dtype=torch.int64), selected, seq_lens, mask,
             topk=4, depth=1, num_draft_tokens=N, tree_mask_mode=oracle.QLEN,
         )  # fmt: skip
-        assert tree.retrieve_next_sibling.tolist() == [[-1, 2, 3, -1]] * 2
+        assert tree.retrieve_next_token.tolist() == [[1, -1, -1, -1]] * 2
+        assert tree.retrieve_next_sibling.tolist() == [[-1, 2, -1, -1]] * 2
+        assert tree.positions.tolist() == [5, 6, 6, 6, 0, 1, 1, 1]
 
 
 def _zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -245,3 +248,22 @@ def test_one_graph_for_every_size() -> None:
         cells = oracle.mask(trees, lengths, oracle.FULL, fill_prefix=True).cells
         assert found[4][: cells.size].int().tolist() == cells.tolist()
     assert frames == 1
+
+
+def test_a_batch_whose_size_is_data() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(parents: Tensor, seq_lens: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        rows = live.nonzero().squeeze(1)
+        parents, seq_lens = parents[rows], seq_lens[rows]
+        size, n = parents.shape
+        mask = alloc_verify_mask(size, n, 64, oracle.QLEN)
+        tree = build_tree_from_parents(
+            parents, seq_lens, mask, num_draft_tokens=n, tree_mask_mode=oracle.QLEN
+        )
+        return tree.positions, mask
+
+    parents = torch.tensor([[-1, 0, 0], [-1, 0, 1], [-1, -1, -1]])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found, mask = step(parents, torch.tensor([3, 9, 4]), torch.tensor([False, True, True]))
+    assert found.tolist() == [9, 10, 11, 4, 5, 5]
+    assert mask.int().tolist() == [1, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1]

@@ -17,7 +17,7 @@ __all__ = ["build_tree", "build_tree_from_parents"]
 FULL = int(TreeMaskMode.FULL_MASK)
 PACKED = int(TreeMaskMode.QLEN_ONLY_BITPACKING)
 # Hints by candidate id: more than most trees have candidates, and little enough to stay cached.
-HINT_MASK = 4095
+HINT_MASK = 1023
 
 
 @njit
@@ -109,8 +109,8 @@ def _write_nodes(
 ) -> None:
     """Write all of one request but its links: each row from the parent's, and so each depth.
 
-    A depth of limit + 2 says that a walk of `limit` steps ends before the root: the row then
-    holds only what that walk meets, and the nodes below it walk for themselves as well.
+    Where a walk of `limit` steps ends before the root, the row holds only what that walk meets,
+    and the nodes below walk for themselves as well.
     """
     positions, index, token, sibling = outputs
     stride = prefix + row_bytes
@@ -131,13 +131,13 @@ def _write_nodes(
         else:
             copy(mask, row, root + above * stride, row_bytes)
         if is_cut:
-            depth = limit + 2
+            depth = limit + 1
             for _ in range(limit):
                 _set_cell(mask, row, above, packed)
-                above = max(parents[above], 0)
+                above = parents[above]
         _set_cell(mask, row, i, packed)
         depths[i] = depth
-        positions[i] = length + min(depth, limit + 1)
+        positions[i] = length + depth
         index[i] = first + i
         token[i] = -1
         sibling[i] = -1
