@@ -72,9 +72,9 @@ def _source_digest() -> str:
 
 
 def _schemas() -> list[str]:
-    prefix = f"{NAMESPACE}::"
-    schemas = torch._C._jit_get_all_schemas()
-    return sorted(str(schema) for schema in schemas if schema.name.startswith(prefix))
+    names = torch._C._dispatch_get_all_op_names()
+    own = (name.partition(".") for name in names if name.startswith(f"{NAMESPACE}::"))
+    return sorted(str(torch._C._get_schema(name, overload)) for name, _, overload in own)
 
 
 def _function_key(function: FunctionType, seen: tuple[CodeType, ...]) -> str:
