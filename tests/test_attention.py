@@ -164,6 +164,17 @@ def test_every_mode_and_mask_dtype_gives_the_same_bits(n: int) -> None:
     assert torch.equal(run(case, write_mask(case, PACKED), PACKED), expected)
 
 
+@pytest.mark.parametrize("n", [9, 70])
+def test_any_block_of_cells_is_followed(n: int) -> None:
+    """Cells above the diagonal too, which no tree has; the diagonal keeps every row seeing."""
+    case = make_case([5, 0, 90], n)
+    cells = torch.rand(3, n, n, generator=torch.Generator().manual_seed(n)) < 0.3
+    case = case._replace(trees=cells | torch.eye(n, dtype=torch.bool))
+    for mode in TreeMaskMode:
+        out = run(case, write_mask(case, mode), mode)
+        torch.testing.assert_close(out.double(), dense(case), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("window", [0, 4500])
 @pytest.mark.parametrize("page_size", [None, 64])
 def test_long_contexts(window: int, page_size: int | None) -> None:

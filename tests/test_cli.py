@@ -257,6 +257,13 @@ def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(done.exception)
 
 
+def test_missing_libraries_are_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = invoke("generate", "x", "--model", folder)
+    assert isinstance(done.exception, CommandError)
+    assert str(done.exception).endswith("pip install 'torchvm[hf]'")
+
+
 def test_a_chat_template_is_used_unless_told_otherwise() -> None:
     class Templated:
         chat_template = "yes"
