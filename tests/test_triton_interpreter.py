@@ -26,3 +26,18 @@ def test_interpreted_kernels_equal_the_oracle_and_the_cpu() -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
+
+
+def test_ops_import_and_run_where_there_is_no_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch, torchvm.ops.candidates, torchvm.ops.tree, torchvm.ops.verify
+mask = torch.zeros(1, dtype=torch.bool)
+parents, seq_lens = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+torchvm.ops.tree.build_tree_from_parents(
+    parents, seq_lens, mask, num_draft_tokens=1, tree_mask_mode=1
+)
+assert mask.item()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

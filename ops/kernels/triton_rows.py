@@ -14,6 +14,7 @@ LENGTH_BLOCK = tl.constexpr(256)
 # Eight-byte words that one step of a prefix fill writes: 16 bytes for each of 128 threads, twice.
 FILL_BLOCK = tl.constexpr(512)
 NOT_FOUND = tl.constexpr(-1)
+LARGEST = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
@@ -100,16 +101,15 @@ def parents_from_candidates(
     listed &= wanted >= 0
     # How many of the node - 1 ids before the node's own are smaller than the wanted one.
     smaller = tl.zeros_like(node)
+    before = selected - 1
     step = BLOCK_N // 2
     while step > 0:
         probe = smaller + step
-        inside = listed & (probe < node)
-        held = tl.load(selected + probe - 1, mask=inside, other=0)
-        smaller = tl.where(inside & (held < wanted), probe, smaller)
+        held = tl.load(before + probe, mask=listed & (probe < node), other=LARGEST)
+        smaller = tl.where(held < wanted, probe, smaller)
         step = step // 2
-    reachable = listed & (smaller + 1 < node)
-    held = tl.load(selected + smaller, mask=reachable, other=-1)
-    found = tl.where(reachable & (held == wanted), smaller + 1, NOT_FOUND)
+    held = tl.load(selected + smaller, mask=listed & (smaller + 1 < node), other=-1)
+    found = tl.where(listed & (held == wanted), smaller + 1, NOT_FOUND)
     return tl.where(live & (beam == 0), 0, found)
 
 
@@ -283,17 +283,16 @@ def fill_prefixes(
     stop = tl.minimum(cell + share, cells)
     if cell < stop:
         request, origin = request_at(cell, seq_lens, batch, num_draft_tokens, numel)
-        width = length_of(seq_lens, request, True, numel) + n
-        row = (cell - origin) // width
-        row_begin = origin + row * width
+        length = length_of(seq_lens, request, True, numel)
+        end = origin + n * (length + n)
+        row = cell - (cell - origin) % (length + n)
         while cell < stop:
-            prefix_end = tl.minimum(row_begin + width - n, stop)
+            prefix_end = tl.minimum(row + length, stop)
             if cell < prefix_end:
                 fill_ones(tree_mask, cell, prefix_end)
-            row_begin += width
-            cell = row_begin
-            row += 1
-            if row == n:
-                row = tl.cast(0, tl.int64)
+            row += length + n
+            if row == end:
                 request += 1
-                width = length_of(seq_lens, request, request < batch, numel) + n
+                length = length_of(seq_lens, request, request < batch, numel)
+                end += n * (length + n)
+            cell = row
