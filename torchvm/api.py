@@ -8,7 +8,7 @@ from torchvm.ops.attention import tree_attention
 from torchvm.ops.candidates import DraftCandidates, select_draft_candidates
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
-from torchvm.ops.mask import alloc_verify_mask
+from torchvm.ops.mask import alloc_verify_mask, mask_convert
 from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
 from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
@@ -41,6 +41,7 @@ __all__ = [
     "default_tree_mask_mode",
     "explain",
     "inductor_options",
+    "mask_convert",
     "mask_storage",
     "maybe_create_verify_mask",
     "plan_verify_mask",
