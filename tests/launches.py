@@ -157,6 +157,12 @@ def check_size(device: torch.device, n: int, size: int) -> None:
         check_batch(batch, mode, torch.uint8, device, offset=n % 37)
 
 
+def check_many_requests(device: torch.device, size: int) -> None:
+    """A batch whose lengths take more than one scan when there are more than 256."""
+    batch = draw_batch(random.Random(8), 2, 2, 3, size, longest=3)  # noqa: S311
+    check_batch(batch, oracle.FULL, torch.bool, device)
+
+
 def check_malformed_trees(device: torch.device, launches: int) -> None:
     """Parents that are missing, the node itself, later nodes or nonsense; trees too deep."""
     rng = random.Random(2)  # noqa: S311

@@ -26,6 +26,10 @@ def test_every_change_of_layout(n: int) -> None:
     launches.check_size(CPU, n, size=2 if n <= 129 else 1)
 
 
+def test_more_requests_than_one_scan_of_lengths() -> None:
+    launches.check_many_requests(CPU, 257)
+
+
 def test_malformed_trees() -> None:
     launches.check_malformed_trees(CPU, 60)
 
