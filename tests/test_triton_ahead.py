@@ -79,7 +79,7 @@ def test_a_build_is_compiled_once_for_any_batch(target: str) -> None:
         return key(
             *inputs, _tensor(0, torch.uint8), *outputs, batch, n, topk, limit, width, units, numel,
             MODE=0, FILL_PREFIX=True, FROM_PARENTS=False,
-            BLOCK_N=64, ROWS=32, COLUMNS=64, UNIT_BYTES=1,
+            BLOCK_N=64, ROWS=32, COLUMNS=32, UNIT_BYTES=1,
         )  # fmt: skip
 
     usual = build(60, 0, 4, 4, 5, 17, 60, 4096)

@@ -40,9 +40,9 @@ __all__ = [
 
 FULL = tl.constexpr(int(TreeMaskMode.FULL_MASK))
 PACKED = tl.constexpr(int(TreeMaskMode.QLEN_ONLY_BITPACKING))
-# One step of a program works on at most 32 x 64 cells, 16 for each of its 128 threads.
+# One step of a program works on at most 32 x 32 cells, 8 for each of its 128 threads.
 TILE_ROWS = 32
-TILE_COLUMNS = 64
+TILE_COLUMNS = 32
 # Beyond this many nodes the parents alone take eight registers of each of 128 threads.
 WIDE_NODES = 256
 
@@ -106,8 +106,8 @@ def tree_kernel(
         COLUMNS: columns of a tile.
         UNIT_BYTES: bytes of one store of tree cells.
     """
-    WORDS: tl.constexpr = max(BLOCK_N // 32, 1)
-    STEP: tl.constexpr = WORDS if MODE == PACKED else max(COLUMNS // 32, 1)
+    WORDS: tl.constexpr = BLOCK_N // 32 if BLOCK_N > 32 else 1
+    STEP: tl.constexpr = WORDS if MODE == PACKED or COLUMNS < 32 else COLUMNS // 32
     n = tl.cast(num_draft_tokens, tl.int64)
     tiles = tl.cdiv(num_draft_tokens, ROWS)
     item = tl.program_id(0)
