@@ -225,8 +225,7 @@ def _code(node: Node) -> CaptureCode | None:
     if _is_data_sized(node):  # Of those that follow from each other the first is reported.
         follows = any(map(_is_data_sized, node.all_input_nodes))
         return None if follows else CaptureCode.DATA_DEPENDENT_SHAPE
-    follows = bool(free_unbacked_symbols(node.meta.get("val")))  # Arithmetic on the host.
-    return CaptureCode.UNSAFE_OP if not follows and unsafe_in_cuda_graph(node) else None
+    return CaptureCode.UNSAFE_OP if unsafe_in_cuda_graph(node) else None
 
 
 def _tags(node: Node) -> Sequence[torch.Tag]:
@@ -257,7 +256,8 @@ def _begins_on_cpu(node: Node) -> bool:
 def _is_data_sized(node: Node) -> bool:
     if "val" not in node.meta:
         return torch.Tag.dynamic_output_shape in _tags(node)
-    return any(free_unbacked_symbols(tensor) for tensor in _tensors(node))
+    symbolic = (t for t in _tensors(node) if t._has_symbolic_sizes_strides)
+    return any(map(free_unbacked_symbols, symbolic))
 
 
 def _mutated_arguments(node: Node) -> Iterator[Node]:

@@ -29,6 +29,7 @@ __all__ = [
     "format_graph",
     "format_value",
     "graph_modules",
+    "is_functionalized",
     "is_view",
     "neighbourhood",
     "nodes_in",
@@ -133,12 +134,16 @@ def op_call(node: Node) -> OpCall | None:
     return OpCall(node, op, _with_defaults(op, given), {})
 
 
+def is_functionalized(node: Node) -> bool:
+    """Whether a node is the wrapper of a call that would mutate its arguments."""
+    return node.target is auto_functionalized_v2 or node.target is auto_functionalized
+
+
 def called_op(node: Node) -> torch._ops.OpOverload | None:
     """Return the registered operator that a node calls, bare or in a wrapper."""
     if node.op != "call_function":
         return None
-    wrapped = node.target in (auto_functionalized, auto_functionalized_v2)
-    op = node.args[0] if wrapped else node.target
+    op = node.args[0] if is_functionalized(node) else node.target
     return op if isinstance(op, torch._ops.OpOverload) else None
 
 

@@ -24,7 +24,7 @@ from torchvm.ops.contracts import BUILDERS, mask_readers
 from torchvm.ops.copies import COPY_VALUE
 from torchvm.ops.environment import flag
 from torchvm.passes.cache_key import cache_key
-from torchvm.passes.graph import is_view, op_call, source_line
+from torchvm.passes.graph import is_functionalized, is_view, op_call, source_line
 from torchvm.passes.liveness import find_masks
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class KeepCopies(CustomGraphPass):  # type: ignore[misc, unused-ignore]
 
 def _shared(node: Node) -> _Shared | None:
     """Find arguments that a mutating call may be given as one tensor, though they are two."""
-    call = op_call(node)
-    if call is None or not call.written:
+    call = op_call(node) if is_functionalized(node) else None
+    if call is None:
         return None
     by_origin: dict[Node, dict[Node, bool]] = {}
     for argument in node.all_input_nodes:

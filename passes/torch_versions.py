@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch._inductor import utils as inductor_utils
 
@@ -14,6 +13,5 @@ __all__ = ["unsafe_in_cuda_graph"]
 
 
 def unsafe_in_cuda_graph(node: Node) -> bool:
-    """Whether Inductor itself keeps a node out of CUDA graphs, or its value is data-dependent."""
-    graph: Any = SimpleNamespace(graph=SimpleNamespace(nodes=[node]))
-    return inductor_utils.get_first_incompatible_cudagraph_node(graph) is not None
+    """Whether Inductor itself keeps a node out of CUDA graphs."""
+    return inductor_utils.is_cudagraph_unsafe_fx_node(node)
