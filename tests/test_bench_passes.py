@@ -7,10 +7,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from torch._inductor.utils import fresh_cache
 
+from tests.verify_graphs import CASES, batch
 from torchvm.ops import contracts
 from torchvm.passes.liveness import find_masks
 from torchvm.tools.bench import passes as bench
+from torchvm.tools.bench.compile_share import measured
 
 if TYPE_CHECKING:
     from torchvm import MaskReport
@@ -55,3 +59,17 @@ def test_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     bench.main()
     (row,) = json.loads(capsys.readouterr().out)
     assert set(row) == set(bench.Row._fields)
+
+
+def test_the_share_of_a_compile_counts_every_part() -> None:
+    def compile_once() -> None:
+        torch._dynamo.reset()
+        torch.compile(CASES["tree_block_reader"].function, backend="torchvm")(*batch())
+
+    with fresh_cache(), torch.no_grad():
+        cold, warm = measured(compile_once), measured(compile_once)
+    passes = {"mask passes", "KeepCopies", "HoistMaskReaders", "verify_no_clone"}
+    always = {"cache keys", "reports", "torchvm", "compile", "percent"}
+    assert set(cold) == passes | always
+    assert set(warm) == always
+    assert 0 < cold["torchvm"] < cold["compile"]

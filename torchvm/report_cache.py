@@ -46,7 +46,8 @@ def report_key(
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
             lines = [source_line(n) for n in module.graph.nodes if n.op == "call_function"]
-            parts.append(f"{name}:{module.code}{lines}")
+            code = module.graph.python_code("self").src  # `module.code` would compile it.
+            parts.append(f"{name}:{code}{lines}")
     parts.extend(_metadata(value) for value in example_inputs)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
