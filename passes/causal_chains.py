@@ -21,6 +21,7 @@ from torchvm.ops.contracts import MaskRead
 from torchvm.ops.layout import TreeMaskMode
 from torchvm.passes.base import MaskPass
 from torchvm.passes.report import Reason
+from torchvm.passes.requirements import batch_refusal
 
 if TYPE_CHECKING:
     from torchvm.passes.liveness import Mask, Use
@@ -54,6 +55,8 @@ def _is_told_of_chain(use: Use) -> bool:
         return False
     if use.reads is not MaskRead.TREE_BLOCK or use.build is None:
         return False
+    if not use.build.written.whole or batch_refusal(use) is not None:
+        return False  # It looks at other cells than those of the chain.
     if use.call.arguments[use.reader.causal_arg] is not False:
         return False
     told = use.told_mode

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchvm.ops.contracts import BUILDERS, MaskRead, MaskReader, mask_readers
@@ -18,11 +19,12 @@ from torchvm.passes.graph import OpCall, Written, called_op, op_call, source_lin
 from torchvm.passes.report import ReaderReport, Reason
 
 if TYPE_CHECKING:
-    from torch.fx import Graph, Node
+    from torch.fx import Graph
 
 __all__ = ["Build", "Mask", "Use", "find_builds", "find_masks", "follow_mask"]
 
 ALLOC = f"{NAMESPACE}::alloc_verify_mask"
+ATTENTION = f"{NAMESPACE}::tree_attention"
 
 _aten = torch.ops.aten
 # Results that depend on the mask's dtype and device alone: their size is an argument.
@@ -84,6 +86,23 @@ class Use(NamedTuple):
             return None
         return self.call.arguments[self.reader.mode_arg]
 
+    @property
+    def seq_lens(self) -> Node | None:
+        """The lengths that the op is given; None where no argument has that name."""
+        given = self.call.arguments.get("seq_lens") if self.call is not None else None
+        return given if isinstance(given, Node) else None
+
+    @property
+    def num_draft_tokens(self) -> int | torch.SymInt | None:
+        """The n that the op works with, by the argument of that name; None where there is none."""
+        if self.call is None:
+            return None
+        if self.call.name == ATTENTION:
+            n = symbolic_value(self.call.arguments["query"]).shape[1]
+        else:
+            n = symbolic_value(self.call.arguments.get("num_draft_tokens"))
+        return n if isinstance(n, int | torch.SymInt) else None
+
 
 class Mask(NamedTuple):
     """One mask buffer of a graph and everything that happens to it."""
@@ -121,6 +140,19 @@ class Mask(NamedTuple):
     def reads(self) -> MaskRead:
         """The largest read of all uses."""
         return max((use.reads for use in self.uses), default=MaskRead.NOTHING)
+
+    def batches(self) -> list[tuple[int | torch.SymInt, int | torch.SymInt]]:
+        """(bs, n) of every build and of every reader that is told the mode: it may check the size.
+
+        Zeros where a reader does not say.
+        """
+        sizes = [(build.bs, build.num_draft_tokens) for build in self.builds]
+        for use in self.uses:
+            if use.told_mode is not None:
+                lengths = symbolic_value(use.seq_lens)
+                rows = lengths.shape[0] if lengths is not None and lengths.dim() else 0
+                sizes.append((rows, use.num_draft_tokens or 0))
+        return sizes
 
     def readers(self) -> tuple[ReaderReport, ...]:
         """Every use, for a report."""
@@ -251,7 +283,7 @@ def _obstacle(mask: Mask) -> Reason | None:
         return Reason.NOT_AN_ALLOC
     if mask.mode is not TreeMaskMode.FULL_MASK:
         return Reason.ALREADY_COMPACT
-    return None if _holds_every_build(mask.alloc, builds) else Reason.CAPACITY
+    return None if _holds_every_batch(mask) else Reason.CAPACITY
 
 
 def _is_view(root: Node) -> bool:
@@ -270,12 +302,12 @@ def _mode(argument: Any) -> TreeMaskMode | None:
         return None
 
 
-def _holds_every_build(alloc: OpCall, builds: list[Build]) -> bool:
-    """Whether the allocation is provably for at least the batch and nodes of every build."""
-    bs = symbolic_value(alloc.arguments["bs"])
-    num_draft_tokens = symbolic_value(alloc.arguments["num_draft_tokens"])
+def _holds_every_batch(mask: Mask) -> bool:
+    """Whether the allocation is provably for at least every batch that is built or told."""
+    assert mask.alloc is not None
+    bs = symbolic_value(mask.alloc.arguments["bs"])
+    num_draft_tokens = symbolic_value(mask.alloc.arguments["num_draft_tokens"])
     return all(
-        statically_known_true(bs >= build.bs)
-        and statically_known_true(num_draft_tokens >= build.num_draft_tokens)
-        for build in builds
+        statically_known_true(bs >= rows) and statically_known_true(num_draft_tokens >= n)
+        for rows, n in mask.batches()
     )

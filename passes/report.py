@@ -39,6 +39,7 @@ class Reason(StrEnum):
     CAPACITY = "CAPACITY"
     BUILDS_DIFFER = "BUILDS_DIFFER"
     LENGTHS_DIFFER = "LENGTHS_DIFFER"
+    NODES_DIFFER = "NODES_DIFFER"
     DISABLED = "DISABLED"
     PASS_OFF = "PASS_OFF"  # noqa: S105 - a code, not a password
 
@@ -147,6 +148,11 @@ REASONS: dict[Reason, ReasonText] = {
         "a reader of the tree block is given other seq_lens than the build, so it looks at "
         "other cells in FULL_MASK than in a compact layout",
         "give build and reader the same seq_lens",
+    ),
+    Reason.NODES_DIFFER: ReasonText(
+        "a reader of the tree block is given another num_draft_tokens than the build, so it "
+        "looks at other cells in FULL_MASK than in a compact layout",
+        "give build and reader the same num_draft_tokens",
     ),
     Reason.DISABLED: ReasonText(
         "TORCHVM_DISABLE is set: nothing was rewritten", "unset TORCHVM_DISABLE"

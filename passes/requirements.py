@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchvm.ops.contracts import MaskRead
 from torchvm.ops.layout import TreeMaskMode, packed_row_bytes
+from torchvm.passes.graph import symbolic_value
 from torchvm.passes.report import Reason
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from torchvm.passes.liveness import Build, Mask, Use
 
-__all__ = ["first_refusal", "read_refusal", "smallest_mode"]
+__all__ = ["batch_refusal", "first_refusal", "read_refusal", "smallest_mode"]
 
 _aten = torch.ops.aten
 _CONVERSIONS = frozenset(
@@ -84,9 +85,8 @@ def _planned_refusal(mask: Mask, max_bs: int, num_draft_tokens: int) -> Reason |
     if any(not build.written.whole for build in mask.builds):
         return Reason.BUILT_THROUGH_VIEW
     if any(
-        not statically_known_true(build.bs <= max_bs)
-        or not statically_known_true(build.num_draft_tokens <= num_draft_tokens)
-        for build in mask.builds
+        not statically_known_true(bs <= max_bs) or not statically_known_true(n <= num_draft_tokens)
+        for bs, n in mask.batches()
     ):
         return Reason.CAPACITY
     if mask.sizes:
@@ -106,8 +106,9 @@ def read_refusal(mask: Mask, most: MaskRead) -> Reason | None:
                 return use.reason
             full = use.reads is MaskRead.FULL
             return Reason.FULL_READ if full else Reason.TREE_BLOCK_READ
-        if use.reads > MaskRead.NOTHING and not _same_lengths(use):
-            return Reason.LENGTHS_DIFFER
+        refusal = batch_refusal(use) if use.reads > MaskRead.NOTHING else None
+        if refusal is not None:
+            return refusal
     if mask.reads is not MaskRead.NOTHING and not _builds_agree(mask.builds):
         return Reason.BUILDS_DIFFER
     return None
@@ -122,21 +123,30 @@ def _mode_refusal(use: Use, mode: TreeMaskMode) -> Reason | None:
     return None if mode in use.reader.modes else Reason.MODE_NOT_TAKEN
 
 
-def _same_lengths(use: Use) -> bool:
-    """Whether a reader that takes `seq_lens` is given those of the build.
+def batch_refusal(use: Use) -> Reason | None:
+    """Say what keeps a reader from looking at the rows that the build wrote.
 
-    With others it finds other cells in FULL_MASK, whose rows lie by length, and the right ones
-    in a compact layout.
+    With other lengths or another n than the build it finds other cells in FULL_MASK, whose rows
+    lie by both, than in a compact layout.
     """
-    given = use.call.arguments.get("seq_lens") if use.call is not None else None
-    if use.build is None or not isinstance(given, Node):
-        return True
-    return _before_conversion(given) is _before_conversion(use.build.seq_lens)
+    if use.build is None:
+        return None
+    given = use.seq_lens
+    if given is not None and _before_conversion(given) is not _before_conversion(
+        use.build.seq_lens
+    ):
+        return Reason.LENGTHS_DIFFER
+    n = use.num_draft_tokens
+    if n is not None and not statically_known_true(n == use.build.num_draft_tokens):
+        return Reason.NODES_DIFFER
+    return None
 
 
 def _before_conversion(value: Any) -> Any:
-    """Go back over changes of dtype, device or memory that keep every element."""
+    """Go back over changes of dtype, device or memory that keep every length."""
     while isinstance(value, Node) and value.target in _CONVERSIONS:
+        if symbolic_value(value).dtype not in (torch.int32, torch.int64):
+            break  # A bool or a byte does not hold a length.
         value = value.args[0]
     return value
 

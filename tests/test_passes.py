@@ -10,6 +10,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import torchvm
+from tests.found_graphs import FOUND
 from tests.readers import READERS
 from tests.verify_graphs import CASES, CONTEXT, FULL, batch
 from torchvm import Reason, TreeMaskMode, mask_storage
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SHRUNK = (Reason.ELIDED, Reason.COMPACTED, Reason.CAUSAL_CHAIN)
 BUILDS = ("torchvm::build_tree", "torchvm::build_tree_from_parents")
+ALL_CASES = {**CASES, **FOUND}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def _built_mask_sizes(function: Callable[..., Any], *args: Tensor) -> list[int]:
 
 
 def _check(name: str, inner: str, *, dynamic: bool) -> None:
-    case = CASES[name]
+    case = ALL_CASES[name]
     args = batch()
     expected = case.function(*args)
     compiled = _compile(case.function, inner, dynamic=dynamic)
@@ -89,12 +91,12 @@ def _check(name: str, inner: str, *, dynamic: bool) -> None:
         fired = report.verdict in SHRUNK
         assert (report.final_mode != report.declared_mode) == fired
         assert (report.final_bytes != report.declared_bytes) == fired
-        assert __file__.replace("test_passes", "verify_graphs") in report.source
+        assert case.function.__code__.co_filename in report.source
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("v2", [True, False], ids=["v2", "v1"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_rewritten_graph_run_op_by_op(name: str, v2: bool, dynamic: bool) -> None:
     with inductor_config.patch(enable_auto_functionalized_v2=v2):
         _check(name, "aot_eager", dynamic=dynamic)
@@ -103,7 +105,7 @@ def test_rewritten_graph_run_op_by_op(name: str, v2: bool, dynamic: bool) -> Non
 @pytest.mark.parametrize(
     ("v2", "dynamic"), [(True, False), (False, True)], ids=["v2-static", "v1-dynamic"]
 )
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_rewritten_graph_in_inductor(name: str, v2: bool, dynamic: bool) -> None:
     with fresh_cache(), inductor_config.patch(enable_auto_functionalized_v2=v2):
         _check(name, "inductor", dynamic=dynamic)
