@@ -1,5 +1,6 @@
 """Everything that `import torchvm` offers."""
 
+from torchvm import testing
 from torchvm.compilation import clear_reports, inductor_options, reports, torchvm_backend
 from torchvm.errors import MaskContractError, TorchvmError
 from torchvm.explanation import Explanation, MaskExplanation, explain
@@ -48,6 +49,7 @@ __all__ = [
     "register_mask_reader",
     "reports",
     "select_draft_candidates",
+    "testing",
     "torchvm_backend",
     "tree_attention",
     "tree_mask_numel",
