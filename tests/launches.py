@@ -147,11 +147,14 @@ def check_random_trees(device: torch.device, requests: int) -> None:
 
 
 def check_size(device: torch.device, n: int, size: int) -> None:
-    """One number of draft tokens in every mode, at an aligned and at an odd address."""
+    """One number of draft tokens in every mode, at an aligned and at an odd address.
+
+    Of the two that are slowest to interpret, 1,000 is built in one mode alone.
+    """
     rng = random.Random(n)  # noqa: S311
     topk, depth = (5, 6) if n <= 129 else (16, 8)
     batch = draw_batch(rng, topk, depth, n, size)
-    for mode in (oracle.FULL, oracle.QLEN, oracle.PACKED):
+    for mode in (oracle.FULL, oracle.QLEN, oracle.PACKED) if n != 1000 else (oracle.FULL,):
         if n <= 129:
             check_batch(batch, mode, torch.uint8, device, poisons=(0, 1))
         check_batch(batch, mode, torch.uint8, device, offset=n % 37)

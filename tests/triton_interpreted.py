@@ -31,15 +31,15 @@ def test_more_requests_than_one_scan_of_lengths() -> None:
 
 
 def test_malformed_trees() -> None:
-    launches.check_malformed_trees(CPU, 60)
+    launches.check_malformed_trees(CPU, 50)
 
 
 def test_parent_rows() -> None:
-    launches.check_parent_rows(CPU, 40)
+    launches.check_parent_rows(CPU, 30)
 
 
 def test_small_buffers() -> None:
-    launches.check_small_buffers(CPU, 50)
+    launches.check_small_buffers(CPU, 40)
 
 
 def test_lengths_out_of_range() -> None:
@@ -51,11 +51,11 @@ def test_rows_out_of_order() -> None:
 
 
 def test_verifications() -> None:
-    launches.check_verifications(CPU, 200)
+    launches.check_verifications(CPU, 150)
 
 
 def test_selections() -> None:
-    launches.check_selections(CPU, 64)
+    launches.check_selections(CPU, 48)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 64])

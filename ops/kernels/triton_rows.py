@@ -241,29 +241,6 @@ def store_rows(
 
 
 @triton.jit
-def fill_ones(tree_mask: tl.tensor, begin: tl.tensor, end: tl.tensor) -> None:
-    """Write 1 to the bytes [begin, end): 16-byte aligned words inside, single bytes at the ends.
-
-    The alignment is the address's own, so that any slice may be given and no length recompiles.
-    """
-    address = (tree_mask + begin).to(tl.int64)
-    body = tl.minimum(begin + ((-address) & 15), end)
-    words = (end - body) // 16 * 2
-    tail = body + words * 8
-    lane = tl.arange(0, 32)
-    at = tl.where(lane < 16, begin + lane, tail + lane - 16)
-    stop = tl.where(lane < 16, body, end)
-    tl.store(tree_mask + at, tl.full([32], 1, tl.uint8), mask=at < stop)
-    aligned = tl.multiple_of((tree_mask + body).to(tl.pointer_type(tl.int64)), 16)
-    ones = tl.full([FILL_BLOCK], 0x0101010101010101, tl.int64)
-    start = tl.cast(0, tl.int64)
-    while start < words:
-        word = start + tl.arange(0, FILL_BLOCK)
-        tl.store(aligned + word, ones, mask=word < words)
-        start += FILL_BLOCK
-
-
-@triton.jit
 def fill_prefixes(
     tree_mask: tl.tensor,
     seq_lens: tl.tensor,
@@ -274,13 +251,21 @@ def fill_prefixes(
     """Write this program's share of FULL_MASK's prefix cells.
 
     The live cells, tree blocks included, are cut into equal shares, one a program; a program
-    writes the prefix cells among its own, row by row.
+    writes the prefix cells among its own, row by row: 16-byte aligned words inside, single bytes
+    at the ends. The alignment is the address's own, so that any slice of a buffer may be given.
     """
     n = tl.cast(num_draft_tokens, tl.int64)
     cells = tl.minimum(live_cells(seq_lens, batch, num_draft_tokens, numel), numel)
     share = tl.cdiv(tl.cdiv(cells, tl.num_programs(0)), 128) * 128
     cell = tl.program_id(0).to(tl.int64) * share
     stop = tl.minimum(cell + share, cells)
+    misaligned = (-tree_mask.to(tl.int64)) & 15
+    lane = tl.arange(0, 32)
+    at_begin = lane < 16
+    # The second half of the lanes counts from where the words end.
+    edge = tl.where(at_begin, lane, lane - 16)
+    word = tl.arange(0, FILL_BLOCK)
+    ones = tl.full([FILL_BLOCK], 0x0101010101010101, tl.int64)
     if cell < stop:
         request, origin = request_at(cell, seq_lens, batch, num_draft_tokens, numel)
         length = length_of(seq_lens, request, True, numel)
@@ -289,7 +274,16 @@ def fill_prefixes(
         while cell < stop:
             prefix_end = tl.minimum(row + length, stop)
             if cell < prefix_end:
-                fill_ones(tree_mask, cell, prefix_end)
+                body = tl.minimum(cell + ((misaligned - cell) & 15), prefix_end)
+                num_words = (prefix_end - body) // 16 * 2
+                at = edge + tl.where(at_begin, cell, body + num_words * 8)
+                past = tl.where(at_begin, body, prefix_end)
+                tl.store(tree_mask + at, tl.full([32], 1, tl.uint8), mask=at < past)
+                aligned = tl.multiple_of((tree_mask + body).to(tl.pointer_type(tl.int64)), 16)
+                while num_words > 0:
+                    tl.store(aligned + word, ones, mask=word < num_words)
+                    aligned += FILL_BLOCK
+                    num_words -= FILL_BLOCK
             row += length + n
             if row == end:
                 request += 1
