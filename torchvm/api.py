@@ -1,5 +1,6 @@
 """Everything that `import torchvm` offers."""
 
+import torchvm.ops.external_contracts  # noqa: F401 - registers the contracts
 from torchvm import testing
 from torchvm.compilation import clear_reports, inductor_options, reports, torchvm_backend
 from torchvm.errors import MaskContractError, TorchvmError
