@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchvm.ops.contracts import MaskRead
 from torchvm.ops.layout import TreeMaskMode
@@ -24,7 +25,7 @@ from torchvm.passes.report import Reason
 from torchvm.passes.requirements import batch_refusal
 
 if TYPE_CHECKING:
-    from torchvm.passes.liveness import Mask, Use
+    from torchvm.passes.liveness import Build, Mask, Use
 
 __all__ = ["CausalChains"]
 
@@ -62,7 +63,14 @@ def _is_told_of_chain(use: Use) -> bool:
     told = use.told_mode
     agrees = told is None or told == use.build.mode
     fits_reader = use.reader.mode_arg is not None or use.build.mode is TreeMaskMode.FULL_MASK
-    return use.build.call.arguments.get("topk") == 1 and agrees and fits_reader
+    return _may_be_chain(use.build) and agrees and fits_reader
+
+
+def _may_be_chain(build: Build) -> bool:
+    """Whether a build is of topk = 1 and has a draft step for every node but the root."""
+    depth = build.call.arguments.get("depth", 0)
+    is_cut = statically_known_true(build.num_draft_tokens - 1 > depth)
+    return build.call.arguments.get("topk") == 1 and not is_cut
 
 
 def _is_optional(use: Use) -> bool:

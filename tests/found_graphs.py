@@ -85,6 +85,19 @@ def causal_reader_of_a_mask_with_a_chain_in_its_middle(parents: Tensor, seq_lens
     return positions, READERS.block_causal(mask, short, n, FULL, False)
 
 
+@_case(Reason.COMPACTED)
+def causal_reader_of_a_chain_of_fixed_size_that_is_cut(parents: Tensor, seq_lens: Tensor) -> Any:
+    bs = parents.shape[0]
+    mask = torchvm.alloc_verify_mask(bs, 3, CONTEXT, FULL)
+    selected = torch.arange(2).expand(bs, 2).contiguous()
+    parent_list = torch.empty(bs, 0, dtype=torch.int64)
+    depth = 1  # Two drafts from one step: the second has no parent.
+    positions = torch.ops.torchvm.build_tree(
+        parent_list, selected, seq_lens, mask, 1, depth, 3, FULL
+    )[0]
+    return positions, READERS.block_causal(mask, seq_lens, 3, FULL, False)
+
+
 @_case(Reason.NODES_DIFFER)
 def reader_of_fewer_nodes(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
