@@ -1,0 +1,1 @@
+"""Random verify graphs, compiled and run, against eager execution: a hunt for miscompiles."""
