@@ -60,6 +60,8 @@ def _is_told_of_chain(use: Use) -> bool:
         return False  # It looks at other cells than those of the chain.
     if use.call.arguments[use.reader.causal_arg] is not False:
         return False
+    if use.is_shared(use.reader.causal_arg):
+        return False
     told = use.told_mode
     agrees = told is None or told == use.build.mode
     fits_reader = use.reader.mode_arg is not None or use.build.mode is TreeMaskMode.FULL_MASK

@@ -103,6 +103,16 @@ class Use(NamedTuple):
             n = symbolic_value(self.call.arguments.get("num_draft_tokens"))
         return n if isinstance(n, int | torch.SymInt) else None
 
+    def is_shared(self, argument: str | None) -> bool:
+        """Whether an argument of the call also says something of another mask of the call."""
+        if self.call is None or self.reader is None or argument is None:
+            return False
+        given = {**self.call.arguments, **self.call.written}
+        others = [c for c in mask_readers(self.call.op) if c.arg != self.reader.arg]
+        return any(
+            argument in (c.mode_arg, c.causal_arg) and given.get(c.arg) is not None for c in others
+        )
+
 
 class Mask(NamedTuple):
     """One mask buffer of a graph and everything that happens to it."""

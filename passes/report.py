@@ -29,6 +29,7 @@ class Reason(StrEnum):
     SHAPE_READ = "SHAPE_READ"
     NO_MODE_ARG = "NO_MODE_ARG"
     MODE_NOT_TAKEN = "MODE_NOT_TAKEN"
+    MODE_SHARED = "MODE_SHARED"
     TREE_BLOCK_READ = "TREE_BLOCK_READ"
     NO_CHAIN = "NO_CHAIN"
     GRAPH_INPUT = "GRAPH_INPUT"
@@ -105,6 +106,10 @@ REASONS: dict[Reason, ReasonText] = {
     Reason.MODE_NOT_TAKEN: ReasonText(
         "a reader's contract does not list the compact mode",
         "list the modes the op takes in its contract (modes)",
+    ),
+    Reason.MODE_SHARED: ReasonText(
+        "one mode argument of a reader speaks for several masks, which may differ",
+        "give the op a mode argument for each mask",
     ),
     Reason.TREE_BLOCK_READ: ReasonText(
         "the tree block is read, and the pass that compacts such masks is not selected",

@@ -120,6 +120,8 @@ def _mode_refusal(use: Use, mode: TreeMaskMode) -> Reason | None:
         raise AssertionError("only a contract makes a use less than FULL")
     if use.reader.mode_arg is None:
         return Reason.NO_MODE_ARG if use.reads > MaskRead.NOTHING else None
+    if use.is_shared(use.reader.mode_arg):
+        return Reason.MODE_SHARED
     return None if mode in use.reader.modes else Reason.MODE_NOT_TAKEN
 
 

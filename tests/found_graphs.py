@@ -10,6 +10,7 @@ import torchvm
 from tests.readers import READERS
 from tests.verify_graphs import CONTEXT, FULL, Case
 from torchvm import Reason
+from torchvm.tools.fuzz.readers import OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +22,9 @@ __all__ = ["FOUND"]
 FOUND: dict[str, Case] = {}
 
 
-def _case(reason: Reason) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _case(*reasons: Reason) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        FOUND[function.__name__] = Case(function, (reason,), (reason,))
+        FOUND[function.__name__] = Case(function, reasons, reasons)
         return function
 
     return add
@@ -118,3 +119,19 @@ def reader_of_more_requests_than_allocated(parents: Tensor, seq_lens: Tensor) ->
     mask = torchvm.alloc_verify_mask(1, parents.shape[1], 100 * CONTEXT, FULL)
     before = _attend(mask, seq_lens, parents.shape[1])
     return before, _build(mask, parents[:1], seq_lens[:1])
+
+
+@_case(Reason.RETURNED, Reason.PREFIX_SKIPPED)
+def one_mode_argument_for_two_masks(parents: Tensor, seq_lens: Tensor) -> Any:
+    kept, read = _alloc(parents), _alloc(parents)
+    positions = _build(kept, parents, seq_lens) + _build(read, parents, seq_lens)
+    rows = OPS.shared(kept, read, seq_lens, parents.shape[1], FULL, 1)
+    return positions, rows, kept
+
+
+@_case(Reason.COMPACTED, Reason.COMPACTED)
+def one_causal_argument_for_a_chain_and_a_tree(parents: Tensor, seq_lens: Tensor) -> Any:
+    chain, tree = _alloc(parents), _alloc(parents)
+    positions = _chain(chain, parents, seq_lens) + _build(tree, parents, seq_lens)
+    n = parents.shape[1]
+    return positions, OPS.shared_causal(chain, tree, seq_lens, n, FULL, FULL, False, 1)

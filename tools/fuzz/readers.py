@@ -364,6 +364,17 @@ _define(
     Contract(TREE_BLOCK, "other", "mask_mode"),
 )
 _define(
+    f"shared_causal(Tensor? mask, Tensor? other, {_BATCH}, int mask_mode, int other_mode, "
+    "bool causal, int tag) -> Tensor",
+    lambda mask, other, seq_lens, n, mode, other_mode, causal, tag: (
+        _block_causal(mask, seq_lens, n, mode, causal, tag)
+        + 64 * _block_causal(other, seq_lens, n, other_mode, causal, tag)
+    ),
+    lambda mask, other, *rest: _rows(mask, *rest),
+    Contract(_nothing_if_causal, mode_arg="mask_mode", causal_arg="causal"),
+    Contract(_nothing_if_causal, "other", "other_mode", causal_arg="causal"),
+)
+_define(
     "scale_(Tensor(a!) mask, int by, int tag) -> ()",
     _scale,
     lambda *_: None,

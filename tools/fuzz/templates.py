@@ -60,6 +60,7 @@ PAIR_READS = {
     "F.pair({m}, {o}, {t})": 2,
     "F.two({m}, {o}, {l}, {n}, {mode}, {other_mode}, {t})": 3,
     "F.shared({m}, {o}, {l}, {n}, {mode}, {t})": 4,
+    "F.shared_causal({m}, {o}, {l}, {n}, {mode}, {other_mode}, False, {t})": 4,
 }
 OUT_READS = {
     "{y} = torch.zeros({l}.shape[0], {n})\nF.block_out({m}, {l}, {n}, {mode}, {t}, {y})": 3,
