@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 import torchvm.ops
 from torchvm.ops.library import NAMESPACE
+from torchvm.passes.torch_versions import returned_results
 
 if TYPE_CHECKING:
     from torch.fx import Graph
@@ -259,7 +260,7 @@ def _unwrap_v1(node: Node, op: torch._ops.OpOverload) -> OpCall:
 def _unwrap_v2(node: Node, op: torch._ops.OpOverload) -> OpCall:
     mutated = _mutated_names(op)
     bases: Any = node.kwargs.get("_all_bases", ())
-    returned = 0 if torch._library.utils.is_out(op) else max(len(op._schema.returns), 1)
+    returned = returned_results(op)
     written = {}
     for name in mutated:
         index: Any = node.kwargs.get(f"_{name}_base_index")

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# torch.export uses what its own pytree deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+pytestmark = [
+    # torch.export uses what its own pytree deprecates.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    # torch.export.load in torch 2.11.
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+]
 COMPACT_BYTES = 2 * 3 * 3
 
 
@@ -156,7 +160,7 @@ def test_an_aotinductor_package_runs_from_python(tmp_path: Path) -> None:
         inductor_configs=fast,
     )
     packaged = torch._inductor.aoti_load_package(package)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as prof:
         result = packaged(*batch())
     _assert_equal(result, step(*batch()))
     events = prof.events() or []

@@ -52,7 +52,10 @@ def _built_mask_sizes(function: Callable[..., Any], *args: Tensor) -> list[int]:
     """Elements of the mask that each build is really given when `function` runs."""
     from torch.profiler import ProfilerActivity, profile
 
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+    with (
+        torch.no_grad(),
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as prof,
+    ):
         function(*args)
     position = {"torchvm::build_tree": 3, "torchvm::build_tree_from_parents": 2}
     events = prof.events() or []
