@@ -71,7 +71,8 @@ def trace(
     compiled = torch.compile(
         _with_own_code(function), backend=backend, dynamic=dynamic, fullgraph=fullgraph
     )
-    with mode, torch.no_grad():
+    # Sizes that differ from an earlier trace's would be dynamic in this one.
+    with mode, torch.no_grad(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         compiled(*args, **kwargs)
     return traced
 
