@@ -38,6 +38,7 @@ def _facts() -> dict[str, Any]:
     return {
         "torchvm": __version__,
         **{name: _version(name) for name in _PACKAGES},
+        "torch": torch.__version__,  # Names the build, as installed metadata may not.
         "python": platform.python_version(),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
