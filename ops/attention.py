@@ -10,10 +10,9 @@ from torchvm.ops.checks import check_mask
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.layout import TreeMaskMode, live_mask_numel, tree_mode
 from torchvm.ops.library import register_op
+from torchvm.ops.paged import check_attention, check_options, check_pages, must_be
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
 __all__ = ["tree_attention"]
@@ -23,7 +22,6 @@ _SCHEMA = (
     "Tensor seq_lens, Tensor? tree_mask, int tree_mask_mode, bool is_causal_chain, float scale, "
     "int sliding_window=0, float logit_cap=0.0) -> Tensor"
 )
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _fake(
@@ -40,9 +38,8 @@ def _fake(
     logit_cap: float = 0.0,
 ) -> Tensor:
     """Contiguous, of the query's shape and dtype; checks all that needs no data."""
-    _check_tensors(query, k_cache, v_cache, page_table, seq_lens)
-    _require(sliding_window >= 0, "sliding_window", ">= 0 (0 is no limit)", sliding_window)
-    _require(logit_cap >= 0, "logit_cap", ">= 0 (0 is no cap)", logit_cap)
+    check_attention(query, k_cache, v_cache, page_table, seq_lens)
+    check_options(sliding_window, logit_cap)
     mode = tree_mode(tree_mask_mode)
     if not is_causal_chain:
         _check_mask(tree_mask, mode, query.shape[0], query.shape[1])
@@ -64,18 +61,17 @@ def _cpu(
 ) -> Tensor:
     from torchvm.ops.kernels import cpu_attention
 
-    _check_tensors(query, k_cache, v_cache, page_table, seq_lens)
-    _require(sliding_window >= 0, "sliding_window", ">= 0 (0 is no limit)", sliding_window)
-    _require(logit_cap >= 0, "logit_cap", ">= 0 (0 is no cap)", logit_cap)
+    check_attention(query, k_cache, v_cache, page_table, seq_lens)
+    check_options(sliding_window, logit_cap)
     mode = tree_mode(tree_mask_mode)
     n = query.shape[1]
     lengths = seq_lens.tolist()
-    _check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
+    check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
     mask = None
     if not is_causal_chain:
         mask = _check_mask(tree_mask, mode, query.shape[0], n)
         least = live_mask_numel(mode, query.shape[0], n, sum(lengths))
-        _require(
+        must_be(
             mask.numel() >= least,
             "tree_mask", f"of at least {least} elements for {mode.name} with these seq_lens",
             mask.numel(),
@@ -160,76 +156,9 @@ def tree_attention(
     return out
 
 
-def _require(holds: bool | torch.SymBool, name: str, expected: str, got: object) -> None:
-    """Raise ValueError unless `holds`, which may be symbolic."""
-    if holds is not True:
-        torch._check_value(holds, lambda: f"{name} must be {expected}, got {got}")
-
-
-def _check_tensors(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor
-) -> None:
-    """Check dtypes and shapes, which the fake knows too."""
-    _require(query.dim() == 4, "query", "4-D (B, n, num_q_heads, head_dim)", list(query.shape))
-    _require(query.dtype in _DTYPES, "query", f"one of {_names(_DTYPES)}", query.dtype)
-    batch, n, num_q_heads, head_dim = query.shape
-    _require(n >= 1, "query", "of at least one draft token", list(query.shape))
-    _require(
-        k_cache.dim() == 4, "k_cache", "4-D (num_pages, page_size, num_kv_heads, head_dim)",
-        list(k_cache.shape),
-    )  # fmt: skip
-    _require(
-        v_cache.shape == k_cache.shape, "v_cache", f"of k_cache's shape {list(k_cache.shape)}",
-        list(v_cache.shape),
-    )  # fmt: skip
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _require(cache.dtype == query.dtype, name, f"of query's dtype {query.dtype}", cache.dtype)
-    num_kv_heads, width = k_cache.shape[2:]
-    _require(width == head_dim, "k_cache", f"of query's head_dim {head_dim}", list(k_cache.shape))
-    _require(
-        num_kv_heads >= 1 and num_q_heads % num_kv_heads == 0,
-        "query", f"of a multiple of k_cache's {num_kv_heads} heads", list(query.shape),
-    )  # fmt: skip
-    _require(k_cache.shape[1] >= 1, "k_cache", "of page_size >= 1", list(k_cache.shape))
-    for name, tensor, dtype, dims in (
-        ("page_table", page_table, torch.int32, 2),
-        ("seq_lens", seq_lens, torch.int64, 1),
-    ):
-        _require(tensor.dtype == dtype, name, f"{dtype}", tensor.dtype)
-        _require(
-            tensor.dim() == dims and tensor.shape[0] == batch,
-            name, f"{dims}-D with query's {batch} rows", list(tensor.shape),
-        )  # fmt: skip
-
-
 def _check_mask(tree_mask: Tensor | None, mode: int, batch: int, n: int) -> Tensor:
     """Require a mask that can hold a batch of this size with lengths of 0."""
     if tree_mask is None:
         raise ValueError("tree_mask must be a tensor unless is_causal_chain, got None")
     check_mask(tree_mask, mode, batch, n)
     return tree_mask
-
-
-def _check_pages(
-    page_table: Tensor, lengths: list[int], n: int, num_pages: int, page_size: int
-) -> list[list[int]]:
-    """Return the page ids of each request; every position to be read must lie in one of them."""
-    _require(min(lengths, default=0) >= 0, "seq_lens", ">= 0", lengths)
-    counts = [(length + n + page_size - 1) // page_size for length in lengths]
-    most, held = max(counts, default=0), page_table.shape[1]
-    _require(
-        most <= held,
-        "page_table", f"of at least {most} columns for {lengths} committed and {n} draft tokens "
-        f"in pages of {page_size}", held,
-    )  # fmt: skip
-    pages = [row[:count] for row, count in zip(page_table[:, :most].tolist(), counts, strict=True)]
-    for ids in pages:
-        _require(
-            min(ids) >= 0 and max(ids) < num_pages, "page_table",
-            f"of page ids in [0, {num_pages})", f"ids from {min(ids)} to {max(ids)}",
-        )  # fmt: skip
-    return pages
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
