@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ATTENTION_DTYPES", "check_attention", "check_options", "check_pages", "must_be"]
+__all__ = [
+    "ATTENTION_DTYPES",
+    "check_attention",
+    "check_caches",
+    "check_options",
+    "check_pages",
+    "must_be",
+]
 
 ATTENTION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -22,15 +29,13 @@ def must_be(holds: bool | torch.SymBool, name: str, expected: str, got: object) 
         torch._check_value(holds, lambda: f"{name} must be {expected}, got {got}")
 
 
-def check_attention(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor
-) -> None:
-    """Check dtypes and shapes, which the fake knows too."""
+def check_caches(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check dtypes and shapes of the query and the caches that it attends to."""
     must_be(query.dim() == 4, "query", "4-D (B, n, num_q_heads, head_dim)", list(query.shape))
     must_be(
         query.dtype in ATTENTION_DTYPES, "query", f"one of {_names(ATTENTION_DTYPES)}", query.dtype
     )
-    batch, n, num_q_heads, head_dim = query.shape
+    _, n, num_q_heads, head_dim = query.shape
     must_be(n >= 1, "query", "of at least one draft token", list(query.shape))
     must_be(
         k_cache.dim() == 4, "k_cache", "4-D (num_pages, page_size, num_kv_heads, head_dim)",
@@ -49,6 +54,14 @@ def check_attention(
         "query", f"of a multiple of k_cache's {num_kv_heads} heads", list(query.shape),
     )  # fmt: skip
     must_be(k_cache.shape[1] >= 1, "k_cache", "of page_size >= 1", list(k_cache.shape))
+
+
+def check_attention(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor
+) -> None:
+    """Check dtypes and shapes, which the fake knows too."""
+    check_caches(query, k_cache, v_cache)
+    batch = query.shape[0]
     for name, tensor, dtype, dims in (
         ("page_table", page_table, torch.int32, 2),
         ("seq_lens", seq_lens, torch.int64, 1),

@@ -10,7 +10,10 @@ from torchvm.ops.attention import tree_attention
 from torchvm.ops.candidates import DraftCandidates, select_draft_candidates
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
+from torchvm.ops.linear_attention import GatedDeltaTree, gated_delta_tree
 from torchvm.ops.mask import alloc_verify_mask, mask_convert
+from torchvm.ops.mla_attention import mla_attention
+from torchvm.ops.sparse_attention import sparse_window_attention
 from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
 from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
@@ -24,6 +27,7 @@ __all__ = [
     "DraftCandidates",
     "DraftTree",
     "Explanation",
+    "GatedDeltaTree",
     "MaskContractError",
     "MaskExplanation",
     "MaskPlan",
@@ -42,14 +46,17 @@ __all__ = [
     "compact",
     "default_tree_mask_mode",
     "explain",
+    "gated_delta_tree",
     "inductor_options",
     "mask_convert",
     "mask_storage",
     "maybe_create_verify_mask",
+    "mla_attention",
     "plan_verify_mask",
     "register_mask_reader",
     "reports",
     "select_draft_candidates",
+    "sparse_window_attention",
     "testing",
     "torchvm_backend",
     "tree_attention",
