@@ -139,7 +139,10 @@ def draw_sparse(
             selected[b, i] = selected[b, i, order]
     query = torch.randn(batch, n, heads, head_dim, generator=generator).to(dtype)
     positions = torch.tensor(lengths, dtype=torch.int64)[:, None] + torch.arange(n)
-    return Sparse(query, *caches, table, positions, *compressed, selected, sliding_window=window)
+    return Sparse(
+        query, caches[0], caches[1], table, positions, compressed[0], compressed[1], selected,
+        sliding_window=window,
+    )  # fmt: skip
 
 
 def links_of(parents: list[int]) -> tuple[list[int], list[int]]:

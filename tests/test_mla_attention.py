@@ -104,7 +104,7 @@ def test_one_compile_serves_every_size() -> None:
     assert len(graphs) == 1
 
 
-ERRORS: list[tuple[Callable[[Mla], dict[str, torch.Tensor]], str]] = [
+ERRORS: list[tuple[Callable[[Mla], dict[str, Any]], str]] = [
     (lambda c: {"query_latent": c.query_latent[0]}, "query_latent must be 4-D, got"),
     (lambda c: {"query_latent": c.query_latent.double()}, "query_latent must be float32, float16"),
     (lambda c: {"query_latent": c.query_latent[:, :0]}, "query_latent must be of at least one"),
@@ -125,9 +125,7 @@ ERRORS: list[tuple[Callable[[Mla], dict[str, torch.Tensor]], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), ERRORS)
-def test_errors_name_the_argument(
-    change: Callable[[Mla], dict[str, torch.Tensor]], message: str
-) -> None:
+def test_errors_name_the_argument(change: Callable[[Mla], dict[str, Any]], message: str) -> None:
     case = draw_mla(LENGTHS, 3)
     with pytest.raises(ValueError, match=message):
         run(case._replace(**change(case)))

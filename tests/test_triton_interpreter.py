@@ -16,9 +16,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def test_interpreted_kernels_equal_the_oracle_and_the_cpu() -> None:
+@pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_interpreted_maskless.py"])
+def test_interpreted_kernels_equal_the_oracle_and_the_cpu(file: str) -> None:
     pytest.importorskip("triton", reason="Triton is published for Linux alone")
-    tests = Path(__file__).with_name("triton_interpreted.py")
+    tests = Path(__file__).with_name(file)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     ran = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, text=True,

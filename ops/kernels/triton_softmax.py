@@ -107,7 +107,7 @@ def tile_shape(num_rows: int, width: int, itemsize: int, *, is_hip: bool) -> dic
         is_hip: for an AMD GPU.
     """
     wide = width > 128
-    tight = wide and (is_hip or itemsize == 4)
+    tight = itemsize == 4 or (wide and is_hip)
     return {
         "BLOCK_M": 16 if tight or num_rows <= 16 else 32,
         "BLOCK_T": 16 if tight else 32,
