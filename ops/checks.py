@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import SymInt, Tensor
 
-__all__ = ["check_mask", "check_tensor", "int64", "require"]
+__all__ = ["check_live_mask", "check_mask", "check_sizes", "check_tensor", "int64", "require"]
 
 
 def require(holds: bool | torch.SymBool, message: Callable[[], str]) -> None:
@@ -85,6 +85,29 @@ def check_mask(
         device in (None, tree_mask.device),
         lambda: f"{name} must be on {device}, got {tree_mask.device}",
     )
+
+
+def check_live_mask(tree_mask: Tensor, mode: TreeMaskMode, lengths: list[int], n: int) -> None:
+    """Require lengths that can be, and a mask that holds a batch of them."""
+    require(min(lengths, default=0) >= 0, lambda: f"seq_lens must be >= 0, got {lengths}")
+    least, numel = live_mask_numel(mode, len(lengths), n, sum(lengths)), tree_mask.numel()
+    require(
+        numel >= least,
+        lambda: (
+            f"tree_mask must be of at least {least} elements for {mode.name} with these "
+            f"seq_lens, got {numel}"
+        ),
+    )
+
+
+def check_sizes(**sizes: int | SymInt) -> None:
+    """Require sizes that a mask can have: one draft token at least, and no negative number."""
+    for name, size in sizes.items():
+        least = 1 if name == "num_draft_tokens" else 0
+        torch._check_value(
+            size >= least,
+            lambda name=name, size=size, least=least: f"{name} must be >= {least}, got {size}",
+        )
 
 
 def int64(tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ __all__ = [
     "live_mask_numel",
     "mask_dtype",
     "mask_storage",
+    "packed_bits_numel",
+    "packed_bits_offsets",
     "packed_row_bytes",
     "request_offsets",
     "tree_mask_numel",
@@ -154,4 +156,31 @@ def request_offsets(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
     """
     offsets = seq_lens.new_zeros(seq_lens.shape[0] + 1)
     torch.cumsum((seq_lens + num_draft_tokens) * num_draft_tokens, 0, out=offsets[1:])
+    return offsets
+
+
+def packed_bits_numel(
+    bs: int | SymInt, num_draft_tokens: int | SymInt, max_context_len: int | SymInt
+) -> int | SymInt:
+    """Bytes of a FULL_MASK as bits, each request starting on a byte: `bs * ceil(n * (X + n) / 8)`.
+
+    X is `max_context_len`, the most committed tokens a request may have.
+    """
+    cells = num_draft_tokens * (max_context_len + num_draft_tokens)
+    return bs * ((cells + 7) // 8)
+
+
+def packed_bits_offsets(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
+    """Where each request begins in a FULL_MASK packed to bits.
+
+    Args:
+        seq_lens: (B,) int64, committed length L of each request.
+        num_draft_tokens: n, root included.
+
+    Returns:
+        (B + 1,) int64 bytes: entry b is `sum over c < b of ceil(n * (L_c + n) / 8)`.
+    """
+    cells = (seq_lens + num_draft_tokens) * num_draft_tokens
+    offsets = seq_lens.new_zeros(seq_lens.shape[0] + 1)
+    torch.cumsum((cells + 7) // 8, 0, out=offsets[1:])
     return offsets

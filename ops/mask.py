@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchvm.ops.checks import check_mask, check_tensor, int64
+from torchvm.ops.checks import check_mask, check_sizes, check_tensor, int64
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.kernels import convert_mask
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mode
@@ -27,16 +27,6 @@ _CONVERT_SCHEMA = (
 )
 
 
-def _check_sizes(**sizes: int | SymInt) -> None:
-    """Require sizes that a mask can have."""
-    for name, size in sizes.items():
-        least = 1 if name == "num_draft_tokens" else 0
-        torch._check_value(
-            size >= least,
-            lambda name=name, size=size, least=least: f"{name} must be >= {least}, got {size}",
-        )
-
-
 def _alloc(
     bs: int | SymInt,
     num_draft_tokens: int | SymInt,
@@ -47,7 +37,7 @@ def _alloc(
     device: torch.device | None = None,
 ) -> Tensor:
     """Fake and kernel alike: zeros of the size that the layout's formula gives."""
-    _check_sizes(bs=bs, num_draft_tokens=num_draft_tokens, max_context_len=max_context_len)
+    check_sizes(bs=bs, num_draft_tokens=num_draft_tokens, max_context_len=max_context_len)
     if isinstance(num_draft_tokens, torch.SymInt) and (
         tree_mode(tree_mask_mode) is TreeMaskMode.QLEN_ONLY_BITPACKING
         and torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(num_draft_tokens)
@@ -69,7 +59,7 @@ def _convert_fake(
     max_context_len: int | SymInt,
 ) -> Tensor:
     """Zeros of the size of a mask for (B, n, max_context_len); dtype as `mask_convert` says."""
-    _check_sizes(num_draft_tokens=num_draft_tokens, max_context_len=max_context_len)
+    check_sizes(num_draft_tokens=num_draft_tokens, max_context_len=max_context_len)
     batch = seq_lens.numel()
     check_tensor("seq_lens", seq_lens, mask.device, batch)
     check_mask(mask, tree_mode(from_mode), batch, num_draft_tokens, name="mask")

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
+ROOT = HERE.parent
 
 
-@pytest.mark.parametrize("file", ["triton_interpreted.py", "triton_interpreted_maskless.py"])
-def test_interpreted_kernels_equal_the_oracle_and_the_cpu(file: str) -> None:
+@pytest.mark.parametrize("name", sorted(p.name for p in HERE.glob("triton_interpreted*.py")))
+def test_interpreted_kernels_equal_the_oracle_and_the_cpu(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is published for Linux alone")
-    tests = Path(__file__).with_name(file)
+    tests = HERE / name
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     ran = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, text=True,

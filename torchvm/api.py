@@ -14,7 +14,10 @@ from torchvm.ops.linear_attention import GatedDeltaTree, gated_delta_tree
 from torchvm.ops.mask import alloc_verify_mask, mask_convert
 from torchvm.ops.mla_attention import mla_attention
 from torchvm.ops.sparse_attention import sparse_window_attention
+from torchvm.ops.packed_attention import packed_attention
+from torchvm.ops.packed_mask import PackedMask, pack_mask_bits
 from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
+from torchvm.ops.unified_attention import unified_attention
 from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
 from torchvm.passes.report import MaskReport, Reason
@@ -33,6 +36,7 @@ __all__ = [
     "MaskPlan",
     "MaskRead",
     "MaskReport",
+    "PackedMask",
     "Reason",
     "TorchvmError",
     "TreeMaskMode",
@@ -52,6 +56,8 @@ __all__ = [
     "mask_storage",
     "maybe_create_verify_mask",
     "mla_attention",
+    "pack_mask_bits",
+    "packed_attention",
     "plan_verify_mask",
     "register_mask_reader",
     "reports",
@@ -61,5 +67,6 @@ __all__ = [
     "torchvm_backend",
     "tree_attention",
     "tree_mask_numel",
+    "unified_attention",
     "verify_tree_greedy",
 ]
