@@ -57,14 +57,20 @@ def check_caches(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def check_attention(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    lengths_name: str = "seq_lens",
 ) -> None:
     """Check dtypes and shapes, which the fake knows too."""
     check_caches(query, k_cache, v_cache)
     batch = query.shape[0]
     for name, tensor, dtype, dims in (
         ("page_table", page_table, torch.int32, 2),
-        ("seq_lens", seq_lens, torch.int64, 1),
+        (lengths_name, seq_lens, torch.int64, 1),
     ):
         must_be(tensor.dtype == dtype, name, f"{dtype}", tensor.dtype)
         must_be(
@@ -80,10 +86,16 @@ def check_options(sliding_window: int, logit_cap: float) -> None:
 
 
 def check_pages(
-    page_table: Tensor, lengths: list[int], n: int, num_pages: int, page_size: int
+    page_table: Tensor,
+    lengths: list[int],
+    n: int,
+    num_pages: int,
+    page_size: int,
+    *,
+    lengths_name: str = "seq_lens",
 ) -> list[list[int]]:
     """Return the page ids of each request; every position to be read must lie in one of them."""
-    must_be(min(lengths, default=0) >= 0, "seq_lens", ">= 0", lengths)
+    must_be(min(lengths, default=0) >= 0, lengths_name, ">= 0", lengths)
     counts = [(length + n + page_size - 1) // page_size for length in lengths]
     most, held = max(counts, default=0), page_table.shape[1]
     must_be(
@@ -92,7 +104,7 @@ def check_pages(
         f"in pages of {page_size}", held,
     )  # fmt: skip
     pages = [row[:count] for row, count in zip(page_table[:, :most].tolist(), counts, strict=True)]
-    for ids in pages:
+    for ids in filter(None, pages):
         must_be(
             min(ids) >= 0 and max(ids) < num_pages, "page_table",
             f"of page ids in [0, {num_pages})", f"ids from {min(ids)} to {max(ids)}",

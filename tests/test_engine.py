@@ -19,6 +19,7 @@ from tests.tiny_models import (
     prompts,
     tiny_llama,
 )
+from torchvm.backends.base import VerifyBatch
 from torchvm.compilation import reports
 from torchvm.engine import (
     Draft,
@@ -29,7 +30,7 @@ from torchvm.engine import (
     steps,
 )
 from torchvm.engine.check import compare_with_plain
-from torchvm.integrations.transformers import VerifyInputs, tree_attention_of
+from torchvm.integrations.transformers import tree_attention_of
 from torchvm.ops.contracts import MaskRead
 from torchvm.ops.layout import TreeMaskMode
 from torchvm.passes.report import Reason
@@ -158,7 +159,9 @@ def test_a_later_compile_is_an_error(model: Any) -> None:
         model, Silent(), batch_size=1, max_context_len=CONTEXT, inner="aot_eager"
     )
     decoder.warm_up()
-    decoder.shape = decoder.shape._replace(max_context_len=CONTEXT - 1)
+    verifier = decoder.verifier
+    shorter = verifier.shape._replace(max_context_len=CONTEXT - 1)
+    decoder.verifier = verifier._replace(shape=shorter)
     with pytest.raises(RuntimeError, match="recompile"):
         decoder.decode([[1, 2]], max_new_tokens=2)
 
@@ -243,15 +246,17 @@ def test_one_flipped_bit_of_the_mask_is_found(
     """Hide the root from node 1, in a step that is otherwise the same."""
     plain = PlainDecoder(model, batch_size=1, max_context_len=CONTEXT, inner="aot_eager")
 
-    def flipped(pages: Any, lens: Any, mask: Any, mode: int, causal: bool) -> Any:
-        if mask is not None:
-            mask = mask.clone()
-            mask[8] = ~mask[8]
-        return VerifyInputs(pages, lens, mask, mode, causal)
+    def flipped(*fields: Any) -> Any:
+        batch = VerifyBatch(*fields)
+        if batch.tree_mask is None:
+            return batch
+        mask = batch.tree_mask.clone()
+        mask[8] = ~mask[8]
+        return batch._replace(tree_mask=mask)
 
     drafter = KnowingDrafter(answers[:1])
     with monkeypatch.context() as patch:
-        patch.setattr("torchvm.engine.steps.VerifyInputs", flipped)
+        patch.setattr("torchvm.engine.steps.VerifyBatch", flipped)
         wrong = run(model, prompts(1), drafter, mask_mode=QLEN).sequences
     right = run(model, prompts(1), drafter, mask_mode=QLEN).sequences
     assert compare_with_plain(plain, prompts(1), right, max_new_tokens=NEW)[1] == [None]

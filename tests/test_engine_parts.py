@@ -170,5 +170,4 @@ def test_compaction_moves_accepted_nodes_behind_the_root() -> None:
     ("prompt", "new", "context"), [(10, 20, 256), (200, 57, 512), (200, 56, 256), (900, 400, 1000)]
 )
 def test_contexts_come_in_few_sizes(prompt: int, new: int, context: int) -> None:
-    model: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=1000))
-    assert context_for(model, [[0] * prompt, [0]], new) == context
+    assert context_for(1000, [[0] * prompt, [0]], new) == context

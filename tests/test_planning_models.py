@@ -11,6 +11,8 @@ from torchvm import MaskRead, Reason, TreeMaskMode, plan_verify_mask
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
+from torchvm.backends.base import VerifyBatch, VerifyConfig  # noqa: E402 - after the skip
+from torchvm.backends.cpu import CPUBackend  # noqa: E402
 from torchvm.integrations.transformers import (  # noqa: E402 - after the skip
     StepCache,
     VerifyInputs,
@@ -37,16 +39,20 @@ SMALL = {
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Gemma"])
 @pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
 def test_plan_of_a_stock_model(family: str, chain: bool) -> None:
-    config = getattr(transformers, f"{family}Config")(**SMALL)
+    sizes = getattr(transformers, f"{family}Config")(**SMALL)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(sizes).eval()
     name = cache_keyword(model)
+    config = VerifyConfig(num_draft_tokens=N, max_context_len=1 << 20, topk=1 if chain else 2)
+    backend = CPUBackend(config)
 
     def forward(mask: Tensor, tokens: Tensor, seq_lens: Tensor, keys: Any, values: Any) -> Tensor:
         pages = torch.arange(BS, dtype=torch.int32).unsqueeze(1)
-        verify = VerifyInputs(pages, seq_lens, mask, int(TreeMaskMode.FULL_MASK), chain)
-        cache = StepCache(keys, values, seq_lens, N)
         positions = seq_lens.unsqueeze(1) + torch.arange(N)
+        full = int(TreeMaskMode.FULL_MASK)
+        batch = VerifyBatch(pages, CAPACITY, seq_lens, positions, mask, full)
+        verify = VerifyInputs(backend, backend.init_forward_metadata(batch))
+        cache = StepCache(keys, values, seq_lens, N)
         out = model(
             input_ids=tokens,
             position_ids=positions,

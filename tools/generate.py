@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchvm.tools.messages import CommandError, progress
-from torchvm.tools.models import PACKAGED, load_model
+from torchvm.tools.models import PACKAGED, SMALL, Tokenizer, load_model, small_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
+    from torchvm.engine.target import TargetModel
     from torchvm.tools.generate_report import Outcome
 
 __all__ = ["generate"]
@@ -38,8 +39,21 @@ class Inner(StrEnum):
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to continue or answer.")],
     model: Annotated[
-        str, typer.Option(help=f"{PACKAGED!r} (SmolLM2-135M) or a folder with a Llama-like model.")
+        str,
+        typer.Option(
+            help=f"{PACKAGED!r} (SmolLM2-135M), a folder with a Llama-like model, or {SMALL!r}: "
+            "random weights, in the kinds of layer that the back end attends in."
+        ),
     ] = PACKAGED,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Attention back end that verifies and owns the mask: cpu, triton, "
+            "triton-unified, flash-attention, flashinfer, flashmla, trtllm-mla, deepseek-v4, "
+            "hybrid-attention, hybrid-linear, two-batch. By default the step allocates its mask "
+            "itself."
+        ),
+    ] = None,
     topk: Annotated[
         int, typer.Option(min=1, help="Most children of a node; 1 drafts a chain.")
     ] = 2,
@@ -48,6 +62,10 @@ def generate(
         int, typer.Option(min=2, max=1024, help="Nodes of a tree, root included.")
     ] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    max_context_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most tokens with the prompt; by default a power of two."),
+    ] = None,
     mask_mode: Annotated[
         MaskModeName, typer.Option(help="The layout that the mask is declared in.")
     ] = MaskModeName.full,
@@ -74,12 +92,13 @@ def generate(
     Prints the text, how many drafts were accepted, the speed beside plain decoding, and the
     layout that the compiler gave the verify mask.
     """
+    from torchvm.errors import MaskContractError
     from torchvm.tools.generate_report import as_dict, as_text
 
     if check and not compare:
         raise CommandError("--check needs plain decoding: leave --no-compare out")
     with progress("Loading the model"):
-        lm, tokenizer = load_model(model)
+        lm, tokenizer = small_model(backend) if model == SMALL else load_model(model)
     tokens = _encode(tokenizer, prompt, chat)
     try:
         outcome = _run(
@@ -88,12 +107,14 @@ def generate(
             tokens,
             drafting=(topk, depth, num_draft_tokens),
             max_new_tokens=max_new_tokens,
+            max_context_len=max_context_len,
             mask_mode=mask_mode,
+            backend=backend,
             inner=inner.value,
             threads=threads,
             compare=compare,
         )
-    except ValueError as error:
+    except (ValueError, MaskContractError) as error:
         raise CommandError(str(error)) from error
     if as_json:
         import json
@@ -105,7 +126,7 @@ def generate(
         raise typer.Exit(1)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool | None) -> list[int]:
+def _encode(tokenizer: Tokenizer, prompt: str, chat: bool | None) -> list[int]:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat and not has_template:
         raise CommandError("--chat needs a model with a chat template: use --raw")
@@ -117,13 +138,15 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool | None) 
 
 
 def _run(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | TargetModel,
+    tokenizer: Tokenizer,
     tokens: list[int],
     *,
     drafting: tuple[int, int, int],
     max_new_tokens: int,
+    max_context_len: int | None,
     mask_mode: MaskModeName,
+    backend: str | None,
     inner: str,
     threads: int | None,
     compare: bool,
@@ -135,26 +158,32 @@ def _run(
     from torchvm.engine import PlainDecoder, PromptLookupDrafter, SpeculativeDecoder
     from torchvm.engine.check import compare_with_plain
     from torchvm.engine.speculative import context_for
+    from torchvm.engine.transformers_target import as_target
     from torchvm.ops.layout import TreeMaskMode
     from torchvm.tools.generate_report import Outcome
 
     torch.set_num_threads(threads or _available_cores())
+    target = as_target(model)
     topk, depth, num_draft_tokens = drafting
     drafter = PromptLookupDrafter(topk=topk, depth=depth, num_draft_tokens=num_draft_tokens)
-    context = context_for(model, [tokens], max_new_tokens)
+    context = max_context_len or context_for(
+        target.max_position_embeddings, [tokens], max_new_tokens
+    )
     mode = {
         MaskModeName.full: TreeMaskMode.FULL_MASK,
         MaskModeName.qlen: TreeMaskMode.QLEN_ONLY,
         MaskModeName.packed: TreeMaskMode.QLEN_ONLY_BITPACKING,
     }[mask_mode]
     speculative = SpeculativeDecoder(
-        model, drafter, batch_size=1, max_context_len=context, inner=inner, mask_mode=mode
-    )
+        target, drafter, batch_size=1, max_context_len=context, inner=inner, mask_mode=mode,
+        backend=backend,
+    )  # fmt: skip
     eos = _eos_token_ids(model, tokenizer)
     before = len(reports())
     with progress(f"Compiling verification ({inner})"):
         compile_seconds = speculative.warm_up()
-    masks = reports()[before:]
+    verifier = speculative.verifier
+    masks = reports()[before:] if verifier.plan is None else (verifier.plan.report(),)
     with progress("Decoding") as show:
         generation = speculative.decode(
             [tokens], max_new_tokens=max_new_tokens, eos_token_ids=eos, on_step=_counter(show)
@@ -162,7 +191,7 @@ def _run(
     plain = divergence = None
     plain_compile_seconds = 0.0
     if compare:
-        decoder = PlainDecoder(model, batch_size=1, max_context_len=context, inner=inner)
+        decoder = PlainDecoder(target, batch_size=1, max_context_len=context, inner=inner)
         with progress(f"Compiling plain decoding ({inner})"):
             plain_compile_seconds = decoder.warm_up()
         with progress("Decoding plainly") as show:
@@ -184,6 +213,8 @@ def _run(
         drafting=drafting,
         generation=generation,
         compile_seconds=compile_seconds,
+        backend=verifier.backend.name,
+        declares_read=verifier.backend.is_read if verifier.plan else None,
         masks=masks,
         plain=plain,
         plain_compile_seconds=plain_compile_seconds,
@@ -206,10 +237,11 @@ def _counter(show: Callable[[str], None]) -> Callable[[list[list[int]]], None]:
     return on_step
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _eos_token_ids(model: PreTrainedModel | TargetModel, tokenizer: Tokenizer) -> set[int]:
     """End tokens of the model's generation config and of its tokenizer."""
     found: set[int] = set()
-    for ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+    of_model = getattr(model, "generation_config", None)
+    for ids in (getattr(of_model, "eos_token_id", None), tokenizer.eos_token_id):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return found

@@ -31,6 +31,9 @@ class Outcome(NamedTuple):
     """topk, depth and num_draft_tokens."""
     generation: Generation
     compile_seconds: float
+    backend: str
+    declares_read: bool | None
+    """What the back end says of its mask; None when the step allocated the mask."""
     masks: tuple[MaskReport, ...]
     plain: Generation | None
     """None when it was not asked for."""
@@ -85,6 +88,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "inner": outcome.inner,
         "threads": outcome.threads,
         "max_context_len": outcome.context,
+        "backend": outcome.backend,
+        "declares_read": outcome.declares_read,
         "masks": [_mask_dict(mask, num_draft_tokens) for mask in outcome.masks],
         "equals_plain": None if plain is None else outcome.divergence is None,
         "divergence": _divergence_dict(outcome.divergence),
@@ -108,6 +113,9 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     if plain is not None:
         compiling += f", {outcome.plain_compile_seconds:.1f} s for plain decoding"
     rows.append(("compiling", f"{compiling}; once, and not in the speeds"))
+    if outcome.declares_read is not None:
+        claim = "reads its mask" if outcome.declares_read else "does not read its mask"
+        rows.append(("back end", f"{outcome.backend}, which declares that it {claim}"))
     for mask in outcome.masks:
         rows += _mask_rows(mask, num_draft_tokens)
     if plain is not None:

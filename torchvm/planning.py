@@ -12,7 +12,7 @@ from torchvm.errors import MaskContractError
 from torchvm.ops.contracts import MaskRead
 from torchvm.ops.layout import TreeMaskMode, mask_storage
 from torchvm.passes.liveness import Mask, follow_mask
-from torchvm.passes.report import ReaderReport, Reason
+from torchvm.passes.report import MaskReport, ReaderReport, Reason
 from torchvm.passes.requirements import smallest_mode
 from torchvm.tracing import TracedModule, fake_mode, trace
 from torchvm.verify_mask import VerifyMask, maybe_create_verify_mask
@@ -60,6 +60,22 @@ class MaskPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
         assert mask is not None
         return mask
+
+    def report(self) -> MaskReport:
+        """The plan as the report of a mask that was declared FULL_MASK."""
+        declared, _ = mask_storage(
+            TreeMaskMode.FULL_MASK, self.max_bs, self.num_draft_tokens, self.max_context_len
+        )
+        return MaskReport(
+            name="verify_mask",
+            source="",
+            declared_mode=TreeMaskMode.FULL_MASK,
+            final_mode=self.mode,
+            declared_bytes=int(declared),
+            final_bytes=self.nbytes,
+            verdict=self.verdict,
+            readers=self.readers,
+        )
 
     def __str__(self) -> str:
         """One line: mode, bytes, verdict, readers."""

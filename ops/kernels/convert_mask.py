@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchvm.ops.kernels.tree_blocks import read_tree_blocks
 from torchvm.ops.layout import TreeMaskMode, live_mask_numel, request_offsets, tree_row_numel
 
 if TYPE_CHECKING:
@@ -17,20 +18,6 @@ __all__ = ["mask_convert"]
 
 def _bits(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
-
-
-def _read_blocks(mask: Tensor, mode: TreeMaskMode, offsets: list[int], n: int) -> Tensor:
-    """Read the tree block of every request: (B, n, n) bool."""
-    batch = len(offsets) - 1
-    if mode is TreeMaskMode.FULL_MASK:
-        rows = [mask[begin:end].view(n, -1)[:, -n:] for begin, end in itertools.pairwise(offsets)]
-        return torch.stack(rows) != 0 if rows else mask.new_empty(0, n, n, dtype=torch.bool)
-    size = int(tree_row_numel(mode, n))
-    rows_of_all = mask[: batch * n * size].view(batch, n, size)
-    if mode is TreeMaskMode.QLEN_ONLY:
-        return rows_of_all != 0
-    cells = (rows_of_all.unsqueeze(-1) >> _bits(mask.device)) & 1
-    return cells.view(batch, n, 8 * size)[:, :, :n] != 0
 
 
 def _write_blocks(
@@ -98,5 +85,5 @@ def mask_convert(
         out[:live] = mask[:live] != 0
         return out
     offsets = request_offsets(seq_lens, n).tolist()
-    _write_blocks(out, to_mode, offsets, n, _read_blocks(mask, from_mode, offsets, n))
+    _write_blocks(out, to_mode, offsets, n, read_tree_blocks(mask, from_mode, seq_lens, n))
     return out

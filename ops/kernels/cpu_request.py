@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["attend", "gather"]
+__all__ = ["attend", "gather", "log_sums"]
 
 
 def gather(cache: Tensor, pages: list[int], num_positions: int) -> Tensor:
@@ -45,12 +45,31 @@ def attend(
     Returns:
         (n, num_q_heads, value_dim) float32; zeros for a node that attends nothing.
     """
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (side.repeat_interleave(group, 1) for side in (keys, values))
+    scores = _scores(query, keys, visible, scale, logit_cap)
+    weights = scores.softmax(-1).masked_fill(~visible, 0.0)
+    # A hidden value may be anything, NaN included, which 0 * NaN would let through.
+    seen = visible.any(0)
+    values = values[seen].repeat_interleave(query.shape[1] // values.shape[1], 1)
+    return torch.einsum("hnt,thd->nhd", weights[..., seen], values)
+
+
+def log_sums(
+    query: Tensor, keys: Tensor, visible: Tensor, *, scale: float, logit_cap: float = 0.0
+) -> Tensor:
+    """Logarithm of the sum of exp(score) over what a node sees; arguments as in `attend`.
+
+    Returns:
+        (n, num_q_heads) float32; -inf for a node that attends nothing.
+    """
+    return _scores(query, keys, visible, scale, logit_cap).logsumexp(-1).T
+
+
+def _scores(
+    query: Tensor, keys: Tensor, visible: Tensor, scale: float, logit_cap: float
+) -> Tensor:
+    """(num_q_heads, n, T), -inf where hidden."""
+    keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
     scores = torch.einsum("nhd,thd->hnt", query.float(), keys) * scale
     if logit_cap > 0:
         scores = logit_cap * torch.tanh(scores / logit_cap)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
-    # A hidden value may be anything, NaN included, which 0 * NaN would let through.
-    seen = visible.any(0)
-    return torch.einsum("hnt,thd->nhd", weights[..., seen], values[seen])
+    return scores.masked_fill(~visible, -torch.inf)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
     from transformers import PretrainedConfig
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "move_nodes"]
 
 
 class KVCache(NamedTuple):
@@ -24,6 +24,11 @@ class KVCache(NamedTuple):
 
     keys: list[Tensor]
     values: list[Tensor]
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a request."""
+        return self.keys[0].shape[1]
 
     @classmethod
     def allocate(
@@ -40,24 +45,37 @@ class KVCache(NamedTuple):
             [torch.zeros(shape, dtype=dtype) for _ in layers],
         )
 
-    def compact(self, seq_lens: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    def compact(self, seq_lens: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
         """Move the accepted nodes of each request right behind its committed tokens.
 
         Args:
             seq_lens: L of each request when its tree was verified.
-            paths: per request the accepted nodes below the root, ascending; the root already
-                stands at L.
+            paths: per request the accepted nodes below the root, ascending, or None; the root
+                already stands at L.
         """
-        rows, sources, targets = [], [], []
-        for b, (length, path) in enumerate(zip(seq_lens, paths, strict=True)):
-            for target, source in enumerate(path, start=1):
-                if source != target:
-                    rows.append(b)
-                    sources.append(length + source)
-                    targets.append(length + target)
-        if not rows:
-            return
-        row, source, target = torch.tensor([rows, sources, targets])
-        for side in (*self.keys, *self.values):
-            # The right-hand side is a copy, so nodes may move onto each other's places.
-            side[row, target] = side[row, source]
+        move_nodes((*self.keys, *self.values), seq_lens, paths)
+
+
+def move_nodes(
+    buffers: Iterable[Tensor], seq_lens: Sequence[int], paths: Sequence[Sequence[int] | None]
+) -> None:
+    """Move nodes of each request from L + node to L + 1, L + 2, ...
+
+    Args:
+        buffers: (B, capacity, ...), each written.
+        seq_lens: L of each request.
+        paths: per request the nodes below the root to be kept, ascending, or None.
+    """
+    rows, sources, targets = [], [], []
+    for b, (length, path) in enumerate(zip(seq_lens, paths, strict=True)):
+        for target, source in enumerate(path or (), start=1):
+            if source != target:
+                rows.append(b)
+                sources.append(length + source)
+                targets.append(length + target)
+    if not rows:
+        return
+    row, source, target = torch.tensor([rows, sources, targets])
+    for buffer in buffers:
+        # The right-hand side is a copy, so nodes may move onto each other's places.
+        buffer[row, target] = buffer[row, source]

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from torchvm.backends.base import VerifyConfig
 from torchvm.engine.batch import Batch
-from torchvm.engine.cache import KVCache
 from torchvm.engine.drafts import pack_drafts
 from torchvm.engine.steps import (
     RECOMPILE_LIMIT,
-    StepShape,
     compiled_step,
     plain_step,
     prefill,
     verify_step,
 )
-from torchvm.integrations.transformers import cache_keyword, tree_attention_of
+from torchvm.engine.transformers_target import as_target
+from torchvm.engine.verifier import start_verifier
 from torchvm.ops.layout import TreeMaskMode, tree_mode
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from torchvm.backends.base import AttentionBackend
     from torchvm.engine.drafts import Drafter
+    from torchvm.engine.target import TargetCache, TargetModel
 
 __all__ = ["Decoder", "Generation", "PlainDecoder", "SpeculativeDecoder"]
 
@@ -63,7 +65,7 @@ class Decoder(ABC):
     """A model bound to a batch size and a context, whose step is compiled once.
 
     Args:
-        model: a Llama-like causal LM of transformers in eval mode.
+        model: a Llama-like causal LM of transformers in eval mode, or any `TargetModel`.
         batch_size: B, the number of prompts of every run.
         max_context_len: most tokens of a request, prompt included.
         inner: what compiles the step, "inductor" or "aot_eager".
@@ -76,26 +78,28 @@ class Decoder(ABC):
     num_tokens: int
 
     def __init__(
-        self, model: PreTrainedModel, *, batch_size: int, max_context_len: int, inner: str
+        self,
+        model: PreTrainedModel | TargetModel,
+        *,
+        batch_size: int,
+        max_context_len: int,
+        inner: str,
     ) -> None:
-        limit = model.config.max_position_embeddings
+        self.target = as_target(model)
+        limit = self.target.max_position_embeddings
         if max_context_len > limit:
             raise ValueError(
                 f"max_context_len must be at most the model's {limit}, got {max_context_len}"
             )
-        if model.training:
-            raise ValueError("model must be in eval mode, got one that trains: call model.eval()")
-        self.model = model
         self.batch_size = batch_size
         self.max_context_len = max_context_len
         self._compiled = compiled_step(type(self).step, inner)
-        self._cache_name = cache_keyword(model)
         self._warm = False
 
     def warm_up(self) -> float:
         """Compile the step by running it once on nothing; return the seconds that took."""
         started = time.perf_counter()
-        with torch.inference_mode(), tree_attention_of(self.model):
+        with torch.inference_mode(), self.target.attending():
             nothing = Batch(
                 [[0]] * self.batch_size, max_new_tokens=1, eos_token_ids=(), max_context_len=2
             )
@@ -132,13 +136,13 @@ class Decoder(ABC):
         )
         accepted: list[list[int]] = [[] for _ in prompts]
         steps = 0
-        with torch.inference_mode(), tree_attention_of(self.model):
+        with torch.inference_mode(), self.target.attending():
             started = time.perf_counter()
-            kv_cache = self._allocate()
-            prefill(self.model, kv_cache, batch.sequences)
+            cache = self._allocate()
+            prefill(self.target, cache, batch.sequences)
             prefilled = time.perf_counter()
             while any(batch.active):
-                found = self._advance(kv_cache, batch)
+                found = self._advance(cache, batch)
                 steps += 1
                 appended = [batch.extend(b, tokens) for b, tokens in enumerate(found)]
                 for row, tokens in zip(accepted, appended, strict=True):
@@ -151,16 +155,15 @@ class Decoder(ABC):
         )
 
     @abstractmethod
-    def _advance(self, kv_cache: KVCache, batch: Batch) -> list[list[int]]:
+    def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
         """Run one step; return what each active request is to append, [] for the others."""
 
-    def _allocate(self) -> KVCache:
-        capacity = self.max_context_len + self.num_tokens
-        return KVCache.allocate(self.model.config, self.batch_size, capacity, self.model.dtype)
+    def _allocate(self) -> TargetCache:
+        return self.target.allocate(self.batch_size, self.max_context_len, self.num_tokens)
 
-    def _run(self, kv_cache: KVCache, *inputs: Any) -> Any:
+    def _run(self, *inputs: Any) -> Any:
         with _one_compile(warm=self._warm):
-            out = self._compiled(self.model, self._cache_name, kv_cache, *inputs)
+            out = self._compiled(self.target, *inputs)
         self._warm = True
         return out
 
@@ -173,9 +176,11 @@ class PlainDecoder(Decoder):
     last_logits: Tensor
     """(B, vocabulary) of the last step."""
 
-    def _advance(self, kv_cache: KVCache, batch: Batch) -> list[list[int]]:
+    def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
         roots = torch.tensor([sequence[-1:] for sequence in batch.sequences])
-        tokens, logits = self._run(kv_cache, roots, torch.tensor(batch.seq_lens()))
+        seq_lens = batch.seq_lens()
+        tokens, logits = self._run(cache, roots, torch.tensor(seq_lens))
+        cache.compact(seq_lens, [()] * self.batch_size)
         self.last_logits = logits[:, -1]
         return [row if on else [] for row, on in zip(tokens.tolist(), batch.active, strict=True)]
 
@@ -189,51 +194,67 @@ class SpeculativeDecoder(Decoder):
         batch_size: see `Decoder`.
         max_context_len: see `Decoder`.
         inner: see `Decoder`.
-        mask_mode: the layout that the mask is declared in.
+        mask_mode: the layout that a mask is declared in that the compiled step allocates.
+        backend: name of an attention back end, or what makes one from a config. It owns the mask,
+            in the layout that a plan of the step finds. None verifies with "cpu" and a mask that
+            the step allocates itself.
+
+    Raises:
+        MaskContractError: when the back end declares a mask unread that its kernels read.
+        ValueError: for an unknown back end, or one that cannot verify this model or `topk`.
     """
 
     step = verify_step
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | TargetModel,
         drafter: Drafter,
         *,
         batch_size: int,
         max_context_len: int,
         inner: str = "inductor",
         mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
+        backend: str | Callable[[VerifyConfig], AttentionBackend] | None = None,
     ) -> None:
         super().__init__(
             model, batch_size=batch_size, max_context_len=max_context_len, inner=inner
         )
         self.drafter = drafter
         self.num_tokens = drafter.num_draft_tokens
-        self.shape = StepShape(
-            num_draft_tokens=drafter.num_draft_tokens,
-            max_context_len=max_context_len,
-            tree_mask_mode=tree_mode(mask_mode),
-            is_causal_chain=drafter.topk == 1,
+        self.verifier = start_verifier(
+            self.target,
+            backend,
+            config=VerifyConfig(
+                num_draft_tokens=drafter.num_draft_tokens,
+                max_context_len=max_context_len,
+                topk=drafter.topk,
+                device=self.target.device,
+            ),
+            max_bs=batch_size,
+            mask_mode=tree_mode(mask_mode),
         )
 
-    def _advance(self, kv_cache: KVCache, batch: Batch) -> list[list[int]]:
+    def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
         tokens, parents = pack_drafts(
             self.drafter.propose(batch.sequences, batch.active),
             batch.sequences,
             batch.active,
             num_draft_tokens=self.num_tokens,
             topk=self.drafter.topk,
-            vocab_size=self.model.config.vocab_size,
+            vocab_size=self.target.vocab_size,
         )
         seq_lens = batch.seq_lens()
-        outputs = self._run(kv_cache, tokens, parents, torch.tensor(seq_lens), self.shape)
+        backend, shape, buffer = self.verifier.backend, self.verifier.shape, self.verifier.buffer
+        lengths = torch.tensor(seq_lens)
+        outputs = self._run(cache, backend, tokens, parents, lengths, shape, buffer)
         predicts, accept_index, accept_num = (output.tolist() for output in outputs)
         found, paths = [], []
         for b, on in enumerate(batch.active):
             nodes = accept_index[b][: accept_num[b] + 1] if on else []
             found.append([predicts[node] for node in nodes])
             paths.append([node - b * self.num_tokens for node in nodes[1:]])
-        kv_cache.compact(seq_lens, paths)
+        cache.compact(seq_lens, paths)
         return found
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchvm.engine.batch import prompts_of
 from torchvm.engine.decoders import SpeculativeDecoder
+from torchvm.engine.transformers_target import as_target
 from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from torchvm.backends.base import AttentionBackend, VerifyConfig
     from torchvm.engine.decoders import Generation
     from torchvm.engine.drafts import Drafter
+    from torchvm.engine.target import TargetModel
 
 __all__ = ["context_for", "generate"]
 
@@ -23,7 +26,7 @@ _LEAST_CONTEXT = 256
 
 
 def generate(
-    model: PreTrainedModel,
+    model: PreTrainedModel | TargetModel,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -32,6 +35,7 @@ def generate(
     eos_token_id: int | Iterable[int] | None = None,
     max_context_len: int | None = None,
     mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
+    backend: str | Callable[[VerifyConfig], AttentionBackend] | None = None,
     inner: str = "inductor",
     on_step: Callable[[list[list[int]]], None] | None = None,
 ) -> Generation:
@@ -41,7 +45,8 @@ def generate(
     first call with a model and these sizes: the batch size, n, `topk == 1` and the context.
 
     Args:
-        model: a Llama-like causal LM of transformers on the CPU, in eval mode.
+        model: a Llama-like causal LM of transformers on the CPU, in eval mode, or any
+            `TargetModel`.
         input_ids: (B, P) int64.
         attention_mask: (B, P), 1 at the tokens of each prompt, padding on either side; None
             when no prompt is padded.
@@ -52,6 +57,9 @@ def generate(
             two that the longest prompt and its budget fit, up to the model's own limit.
         mask_mode: the layout that the mask is declared in; `torchvm.reports()` says what it
             became.
+        backend: name of an attention back end, or what makes one from a config; it owns the
+            mask, in the layout that a plan finds. None verifies with "cpu" and a mask that the
+            step allocates.
         inner: what compiles the step, "inductor" or "aot_eager".
         on_step: is given the new tokens of each request after every step.
 
@@ -60,15 +68,18 @@ def generate(
             dtype does not fit.
     """
     prompts = prompts_of(input_ids, attention_mask)
+    target = as_target(model)
+    limit = target.max_position_embeddings
     if eos_token_id is None:
         eos_token_id = ()
     decoder = SpeculativeDecoder(
-        model,
+        target,
         drafter,
         batch_size=len(prompts),
-        max_context_len=max_context_len or context_for(model, prompts, max_new_tokens),
+        max_context_len=max_context_len or context_for(limit, prompts, max_new_tokens),
         inner=inner,
         mask_mode=mask_mode,
+        backend=backend,
     )
     return decoder.decode(
         prompts,
@@ -78,11 +89,10 @@ def generate(
     )
 
 
-def context_for(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int) -> int:
+def context_for(limit: int, prompts: list[list[int]], max_new_tokens: int) -> int:
     """Least power of two that the prompts and their budget fit, up to the model's limit.
 
     Few sizes mean few compiles.
     """
     needed = max(map(len, prompts), default=0) + max_new_tokens
-    limit: int = model.config.max_position_embeddings
     return min(limit, max(_LEAST_CONTEXT, 1 << (needed - 1).bit_length()))

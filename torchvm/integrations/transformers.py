@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
-import torchvm.ops.attention  # noqa: F401 - registers torch.ops.torchvm.tree_attention
+from torchvm.backends.layers import GroupedQuery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from torchvm.backends.base import AttentionBackend
 
 __all__ = ["ATTENTION", "StepCache", "VerifyInputs", "cache_keyword", "tree_attention_of"]
 
@@ -28,21 +30,16 @@ ATTENTION = "torchvm"
 class VerifyInputs(NamedTuple):
     """What the attention of every layer is told: the keyword `verify` of the model's forward."""
 
-    page_table: Tensor
-    """(B, max_pages) int32."""
-    seq_lens: Tensor
-    """(B,) int64, committed tokens of each request."""
-    tree_mask: Tensor | None
-    """1-D bool in the layout `tree_mask_mode`; None for a chain."""
-    tree_mask_mode: int
-    is_causal_chain: bool
+    backend: AttentionBackend
+    metadata: Any
+    """What the back end made of the batch: `backend.init_forward_metadata(VerifyBatch(...))`."""
 
 
 class StepCache:
     """The cache object that one forward of a transformers model sees.
 
     It writes each request's n new keys and values behind its committed ones and gives attention
-    the whole buffers, which `torchvm::tree_attention` indexes itself.
+    the whole buffers, which a back end's op indexes itself.
 
     Args:
         keys: one (B, capacity, num_kv_heads, head_dim) buffer per layer, written in place.
@@ -103,19 +100,10 @@ def _attention(
             f"attention {ATTENTION!r} needs verify=VerifyInputs(...) in the model's forward, "
             f"got None in {type(module).__name__}: use torchvm.engine.generate"
         )
-    out = torch.ops.torchvm.tree_attention(
-        query.transpose(1, 2),
-        key,
-        value,
-        verify.page_table,
-        verify.seq_lens,
-        verify.tree_mask,
-        verify.tree_mask_mode,
-        verify.is_causal_chain,
-        scaling,
-        sliding_window or 0,
-        softcap or 0.0,
+    layer = GroupedQuery(
+        query.transpose(1, 2), key, value, scaling, sliding_window or 0, softcap or 0.0
     )
+    out = verify.backend.forward_verify(layer, verify.metadata)
     return out, None
 
 

@@ -1,0 +1,169 @@
+"""Two-batch overlap: one batch runs as two, each on a child of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchvm.backends.base import AttentionBackend, VerifyBatch
+from torchvm.backends.layers import split_layer
+from torchvm.ops.layout import TreeMaskMode, live_mask_numel, tree_mode
+from torchvm.ops.tree import DraftTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchvm.backends.layers import LayerInputs, LayerKind
+    from torchvm.verify_mask import VerifyMask
+
+__all__ = ["TboAttnBackend", "split_batch"]
+
+
+class TboMetadata(NamedTuple):
+    """The children's own; None where the batch has one request and the primary runs it."""
+
+    first_bs: int
+    children: tuple[Any, Any] | None
+    whole: Any
+
+
+def split_batch(batch: VerifyBatch, bs: int) -> tuple[VerifyBatch, VerifyBatch]:
+    """Split a batch behind the first `bs` requests; the mask's parts are views.
+
+    A FULL_MASK is cut at `n * sum(seq_lens[:bs]) + bs * n * n`, a compact one at bs requests.
+
+    Raises:
+        ValueError: for a FULL_MASK without `seq_lens_cpu`, or one that is shorter than the batch.
+    """
+    n, total = batch.positions.shape[1], batch.seq_lens.shape[0]
+    masks: tuple[Tensor | None, Tensor | None] = (None, None)
+    lengths = batch.seq_lens_cpu
+    if batch.tree_mask is not None:
+        mode = tree_mode(batch.tree_mask_mode)
+        if mode is TreeMaskMode.FULL_MASK and lengths is None:
+            raise ValueError(
+                "seq_lens_cpu must be the lengths on the host to split a FULL_MASK, got None"
+            )
+        known = lengths or [0] * total
+        middle = int(live_mask_numel(mode, bs, n, sum(known[:bs])))
+        end = int(live_mask_numel(mode, total, n, sum(known)))
+        if batch.tree_mask.numel() < end:
+            raise ValueError(
+                f"tree_mask must be of at least {end} elements for {mode.name} with these "
+                f"seq_lens, got {batch.tree_mask.numel()}"
+            )
+        masks = (batch.tree_mask[:middle], batch.tree_mask[middle:end])
+    halves = []
+    for part, mask in zip((slice(bs), slice(bs, None)), masks, strict=True):
+        rows = {
+            name: value[part]
+            for name, value in batch._asdict().items()
+            if name != "tree_mask"
+            and (isinstance(value, torch.Tensor) or name == "seq_lens_cpu")
+            and value is not None
+        }
+        halves.append(batch._replace(tree_mask=mask, **rows))
+    return halves[0], halves[1]
+
+
+class TboAttnBackend(AttentionBackend):
+    """The primary owns mask and contract; the children attend for a half of the batch each.
+
+    Args:
+        primary: owns the mask.
+        children: two like the primary, made with `owns_mask=False`.
+
+    Raises:
+        ValueError: when the children are not two, or not back ends of the primary's name.
+    """
+
+    def __init__(
+        self, primary: AttentionBackend, children: tuple[AttentionBackend, AttentionBackend]
+    ) -> None:
+        names = [child.name for child in children]
+        if names != [primary.name] * 2:
+            raise ValueError(f"children must be two {primary.name!r} back ends, got {names}")
+        self.primary, self.children = primary, children
+
+    @property
+    def name(self) -> str:
+        """The primary's, and how it runs."""
+        return f"two-batch({self.primary.name})"
+
+    @property
+    def verifier(self) -> AttentionBackend:
+        """The primary's, whose kernels are the children's too."""
+        return self.primary.verifier
+
+    @property
+    def layer_kinds(self) -> frozenset[LayerKind]:
+        """The primary's."""
+        return self.primary.layer_kinds
+
+    @property
+    def mask_dtype(self) -> torch.dtype:
+        """The primary's."""
+        return self.primary.mask_dtype
+
+    @property
+    def is_read(self) -> bool:
+        """The primary's."""
+        return self.primary.is_read
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """The primary's. A property of the class, so no `__getattr__` is needed to find it."""
+        return self.primary.verify_mask
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        """Allocate the primary's mask, of which the children read views, and what else they need.
+
+        Raises:
+            ValueError: when a child owns a mask, which nothing would ever build into.
+        """
+        for back_end in (self.primary, *self.children):
+            back_end.init_cuda_graph_state(max_bs)
+        if any(child.verify_mask is not None for child in self.children):
+            raise ValueError("children must own no mask, got one made without owns_mask=False")
+
+    def init_forward_metadata(self, batch: VerifyBatch) -> TboMetadata:
+        """Make the children's, each for its half."""
+        total = batch.seq_lens.shape[0]
+        if total < len(self.children):
+            return TboMetadata(total, None, self.primary.init_forward_metadata(batch))
+        first_bs = total // 2
+        first, second = self.children
+        half, other = split_batch(batch, first_bs)
+        children = first.init_forward_metadata(half), second.init_forward_metadata(other)
+        return TboMetadata(first_bs, children, None)
+
+    def update_verify_buffers_to_fill_after_draft(self, tree: DraftTree) -> None:
+        """Tell the primary, and each child of its half."""
+        self.primary.update_verify_buffers_to_fill_after_draft(tree)
+        total = tree.retrieve_next_token.shape[0]
+        if total < len(self.children):
+            return
+        for child, part in zip(
+            self.children, (slice(total // 2), slice(total // 2, None)), strict=True
+        ):
+            child.update_verify_buffers_to_fill_after_draft(_part_of(tree, part))
+
+    def forward_verify(self, layer: LayerInputs, metadata: TboMetadata) -> Tensor:
+        """Attend on the children, each for its half."""
+        if metadata.children is None:
+            return self.primary.forward_verify(layer, metadata.whole)
+        halves = split_layer(layer, metadata.first_bs)
+        return torch.cat(
+            [
+                child.forward_verify(half, own)
+                for child, half, own in zip(self.children, halves, metadata.children, strict=True)
+            ]
+        )
+
+
+def _part_of(tree: DraftTree, part: slice) -> DraftTree:
+    """Some requests' rows; positions are flat, and so counted in nodes."""
+    batch, n = tree.retrieve_next_token.shape
+    positions = tree.positions.view(batch, n)[part].flatten()
+    return DraftTree(positions, *(links[part] for links in tree[1:]))

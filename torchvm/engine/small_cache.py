@@ -1,0 +1,77 @@
+"""What the layers of a small model remember: entries per position, or a state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from torchvm.backends.layers import LayerKind
+from torchvm.engine.cache import move_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["SmallCache"]
+
+
+class SmallCache(NamedTuple):
+    """Named buffers of each layer.
+
+    Layers with a cache have buffers of (B, capacity, ...). A recurrent layer has a `state`
+    (B, ...) and `node_states` (B, tokens, ...), the state after each token of the last forward.
+    """
+
+    layers: list[dict[str, Tensor]]
+    page_size: int
+
+    @classmethod
+    def allocate(
+        cls,
+        kinds: Sequence[LayerKind],
+        shapes: Sequence[dict[str, tuple[int, ...]]],
+        batch_size: int,
+        max_context_len: int,
+        num_tokens: int,
+    ) -> SmallCache:
+        """Allocate zeroed buffers.
+
+        Args:
+            kinds: of the layers.
+            shapes: names and trailing shapes of each layer's buffers.
+            batch_size: B.
+            max_context_len: most committed tokens.
+            num_tokens: most tokens of a forward, prompts aside.
+        """
+        capacity = max_context_len + num_tokens
+        layers = []
+        for kind, named in zip(kinds, shapes, strict=True):
+            if kind is LayerKind.recurrent:
+                shape = named["state"]
+                layers.append(
+                    {
+                        "state": torch.zeros(batch_size, *shape),
+                        "node_states": torch.zeros(batch_size, max(num_tokens, _PROMPT), *shape),
+                    }
+                )
+            else:
+                layers.append(
+                    {name: torch.zeros(batch_size, capacity, *s) for name, s in named.items()}
+                )
+        return cls(layers, capacity)
+
+    def compact(self, seq_lens: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
+        """Move accepted entries behind the committed ones, and take over the last one's state."""
+        kept = [b for b, path in enumerate(paths) if path is not None]
+        last = [path[-1] if path else 0 for path in paths if path is not None]
+        for buffers in self.layers:
+            if "state" in buffers:
+                buffers["state"][kept] = buffers["node_states"][kept, last]
+            else:
+                move_nodes(buffers.values(), seq_lens, paths)
+
+
+_PROMPT = 512
+"""Tokens of a prompt that run in one forward."""

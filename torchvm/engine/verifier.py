@@ -1,0 +1,121 @@
+"""Start of a verifier: its back end, what a plan finds that this one reads, and its mask."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from torchvm.backends.cpu import CPUBackend
+from torchvm.backends.registry import make_backend
+from torchvm.engine.steps import StepShape, verify_step
+from torchvm.ops.layout import TreeMaskMode
+from torchvm.planning import MaskPlan, plan_verify_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from torchvm.backends.base import AttentionBackend, VerifyConfig
+    from torchvm.engine.target import TargetModel
+
+__all__ = ["Verifier", "plan_backend", "start_verifier"]
+
+
+class Verifier(NamedTuple):
+    """What verifies a run's trees, and where they are built."""
+
+    backend: AttentionBackend
+    shape: StepShape
+    buffer: Tensor | None
+    """The back end's mask; None when the step allocates one."""
+    plan: MaskPlan | None
+    """Of the back end's mask; None when the step allocates one."""
+
+
+def start_verifier(
+    target: TargetModel,
+    backend: str | Callable[[VerifyConfig], AttentionBackend] | None,
+    *,
+    config: VerifyConfig,
+    max_bs: int,
+    mask_mode: TreeMaskMode,
+) -> Verifier:
+    """Make a back end and its mask.
+
+    Args:
+        target: the model.
+        backend: a name, what makes a back end, or None for "cpu" and a mask that the step
+            allocates.
+        config: what is fixed for the run.
+        max_bs: most requests in a batch.
+        mask_mode: the layout that is declared when the step allocates the mask.
+
+    Raises:
+        MaskContractError: when the back end declares a mask unread that its kernels read.
+        ValueError: when the back end is unknown, or cannot verify this model or `topk`.
+    """
+    if backend is None:
+        made = CPUBackend(config)
+        _check_kinds(target, made)
+        shape = StepShape(config.num_draft_tokens, config.max_context_len, mask_mode)
+        return Verifier(made, shape, None, None)
+    make = partial(make_backend, backend) if isinstance(backend, str) else backend
+    probe = make(config)
+    _check_kinds(target, probe)
+    plan = plan_backend(target, probe, config=config, max_bs=max_bs)
+    owner = make(msgspec.structs.replace(config, tree_mask_mode=plan.mode))
+    owner.init_cuda_graph_state(max_bs)
+    mask = owner.verify_mask
+    assert mask is not None
+    shape = StepShape(config.num_draft_tokens, config.max_context_len, mask.mode)
+    return Verifier(owner, shape, mask.buffer, plan)
+
+
+def plan_backend(
+    target: TargetModel, backend: AttentionBackend, *, config: VerifyConfig, max_bs: int
+) -> MaskPlan:
+    """Trace the verify step of a model on a back end, and see what it reads of its mask.
+
+    Args:
+        target: the model.
+        backend: what is traced is its verifier: a dispatcher that splits batches reads what the
+            owner of its mask reads.
+        config: sizes; the mask is a FULL_MASK of this capacity that is never allocated.
+        max_bs: most requests in a batch.
+
+    Raises:
+        MaskContractError: when the back end declares a mask unread that its kernels read.
+    """
+    n = config.num_draft_tokens
+    shape = StepShape(n, config.max_context_len, TreeMaskMode.FULL_MASK)
+
+    def inputs(mask: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows = torch.zeros(max_bs, n, dtype=torch.int64, device=mask.device)
+        cache = target.allocate(max_bs, config.max_context_len, n)
+        lengths = torch.zeros(max_bs, dtype=torch.int64, device=mask.device)
+        return (target, cache, backend.verifier, rows, rows.clone(), lengths, shape, mask), {}
+
+    with torch.no_grad(), target.attending():
+        return plan_verify_mask(
+            verify_step,
+            inputs,
+            max_bs=max_bs,
+            num_draft_tokens=n,
+            max_context_len=config.max_context_len,
+            device=config.device,
+            dtype=backend.mask_dtype,
+            declared_is_read=backend.is_read,
+        )
+
+
+def _check_kinds(target: TargetModel, backend: AttentionBackend) -> None:
+    needed, held = (", ".join(sorted(x.layer_kinds)) for x in (target, backend))
+    if target.layer_kinds - backend.layer_kinds:
+        raise ValueError(
+            f"backend must attend in {needed} layers for this model, got {backend.name!r}, "
+            f"which attends in {held}"
+        )
