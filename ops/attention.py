@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,7 +42,7 @@ def _fake(
     check_options(sliding_window, logit_cap)
     mode = tree_mode(tree_mask_mode)
     if not is_causal_chain:
-        _check_mask(tree_mask, mode, query.shape[0], query.shape[1])
+        _check_mask(tree_mask, mode, query)
     return query.new_empty(query.shape)
 
 
@@ -69,7 +69,7 @@ def _cpu(
     check_pages(page_table, lengths, n, k_cache.shape[0], k_cache.shape[1])
     mask = None
     if not is_causal_chain:
-        mask = _check_mask(tree_mask, mode, query.shape[0], n)
+        mask = _check_mask(tree_mask, mode, query)
         least = live_mask_numel(mode, query.shape[0], n, sum(lengths))
         must_be(
             mask.numel() >= least,
@@ -82,8 +82,30 @@ def _cpu(
     )  # fmt: skip
 
 
-def _cuda(*args: Any, **kwargs: Any) -> Tensor:
-    raise NotImplementedError("tree_attention has no CUDA kernel: give it CPU tensors")
+def _cuda(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor | None,
+    tree_mask_mode: int,
+    is_causal_chain: bool,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+) -> Tensor:
+    from torchvm.ops.kernels import triton_attention
+
+    check_attention(query, k_cache, v_cache, page_table, seq_lens)
+    check_options(sliding_window, logit_cap)
+    mode = tree_mode(tree_mask_mode)
+    mask = None
+    if not is_causal_chain:
+        mask = _check_mask(tree_mask, mode, query)
+    return triton_attention.tree_attention(
+        query, k_cache, v_cache, page_table, seq_lens, mask, mode, scale, sliding_window, logit_cap
+    )
 
 
 _OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
@@ -144,8 +166,11 @@ def tree_attention(
         nothing gets zeros.
 
     Raises:
-        ValueError: for a shape, dtype or size that does not fit, or a page id out of range.
-        NotImplementedError: for CUDA tensors.
+        ValueError: for a shape, dtype, device or size that does not fit; on the CPU also for a
+            length or page id out of range. A GPU reads lengths and ids where they are, with no
+            wait for them, and so passes over what they name out of range: a length is cut to what
+            its row of the page table covers, the keys of a page that does not exist and cells
+            past the end of the mask count as hidden.
     """
     if seq_lens.dtype == torch.int32:
         seq_lens = seq_lens.long()
@@ -156,9 +181,10 @@ def tree_attention(
     return out
 
 
-def _check_mask(tree_mask: Tensor | None, mode: int, batch: int, n: int) -> Tensor:
-    """Require a mask that can hold a batch of this size with lengths of 0."""
+def _check_mask(tree_mask: Tensor | None, mode: int, query: Tensor) -> Tensor:
+    """Require a mask that can hold the query's batch with lengths of 0."""
     if tree_mask is None:
         raise ValueError("tree_mask must be a tensor unless is_causal_chain, got None")
-    check_mask(tree_mask, mode, batch, n)
+    batch, n = query.shape[:2]
+    check_mask(tree_mask, mode, batch, n, device=query.device)
     return tree_mask

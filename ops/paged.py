@@ -65,7 +65,7 @@ def check_attention(
     *,
     lengths_name: str = "seq_lens",
 ) -> None:
-    """Check dtypes and shapes, which the fake knows too."""
+    """Check dtypes, shapes and devices, which the fake knows too."""
     check_caches(query, k_cache, v_cache)
     batch = query.shape[0]
     for name, tensor, dtype, dims in (
@@ -77,6 +77,11 @@ def check_attention(
             tensor.dim() == dims and tensor.shape[0] == batch,
             name, f"{dims}-D with query's {batch} rows", list(tensor.shape),
         )  # fmt: skip
+    for name, tensor in (
+        ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table),
+        (lengths_name, seq_lens),
+    ):  # fmt: skip
+        must_be(tensor.device == query.device, name, f"on {query.device}", tensor.device)
 
 
 def check_options(sliding_window: int, logit_cap: float) -> None:

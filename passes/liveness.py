@@ -166,7 +166,9 @@ class Mask(NamedTuple):
 
     def readers(self) -> tuple[ReaderReport, ...]:
         """Every use, for a report."""
-        return tuple(ReaderReport(u.op, u.reads, source_line(u.node)) for u in self.uses)
+        return tuple(
+            ReaderReport(u.op, u.reads, source_line(u.node), u.node.name) for u in self.uses
+        )
 
 
 def find_masks(graph: Graph) -> list[Mask]:

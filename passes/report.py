@@ -169,11 +169,12 @@ REASONS: dict[Reason, ReasonText] = {
 
 
 class ReaderReport(msgspec.Struct, frozen=True):
-    """One use of a mask: the op, how much it reads, and the user's `file:line`."""
+    """One use of a mask: the op, how much it reads, the user's `file:line`, and the node."""
 
     op: str
     reads: MaskRead
     source: str
+    node: str = ""
 
 
 class MaskReport(msgspec.Struct, frozen=True):

@@ -169,7 +169,8 @@ def test_cuda_masks_are_planned_without_cuda() -> None:
 
 def test_a_false_declaration_is_an_error_that_names_the_reader() -> None:
     with pytest.raises(
-        MaskContractError, match=r"is_read must be True.*torchvm_tests::block at .*planning.py:\d+"
+        MaskContractError,
+        match=r"is_read must be True.*torchvm_tests::block \(node block\) at .*planning.py:\d+",
     ):
         _plan(_reads_block, declared_is_read=False)
 

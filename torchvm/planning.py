@@ -176,8 +176,8 @@ def _check_declaration(plan: MaskPlan, full_bytes: int, *, declared: bool) -> No
         reader = next(r for r in plan.readers if r.reads > MaskRead.NOTHING)
         place = f" at {reader.source}" if reader.source else ""
         raise MaskContractError(
-            f"is_read must be True: it is declared False, and {reader.op}{place} reads the mask "
-            f"({reader.reads.name})"
+            f"is_read must be True: it is declared False, and {reader.op} "
+            f"(node {reader.node}){place} reads the mask ({reader.reads.name})"
         )
     if declared and not plan.is_read:
         warnings.warn(

@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["OPTIONS", "device_of", "num_programs"]
 
-# Triton 3.9 warns where this is left to its default.
+# Products and sums of floats may be fused; Triton 3.9 warns where this is left to its default.
 OPTIONS = {"enable_fp_fusion": True}
 
 PROGRAMS_PER_SM = 4
