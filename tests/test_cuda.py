@@ -8,9 +8,11 @@ import warnings
 import pytest
 import torch
 
-from tests import launches, oracle
+from tests import attention_launches, launches, oracle
+from tests.attention_reference import FULL, HEAD_DIM, SCALE, Case, dense, make_case, write_mask
 from tests.buffers import check_outputs
 from tests.trees import SIZES, Batch, draw_batch
+from torchvm.ops.attention import tree_attention
 from torchvm.ops.candidates import select_draft_candidates
 from torchvm.ops.mask import alloc_verify_mask
 from torchvm.ops.tree import build_tree, build_tree_from_parents
@@ -190,3 +192,106 @@ def test_compiles() -> None:
     seq_lens = torch.tensor([30, 41], device=GPU)
     compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
     assert int(compiled(parents, seq_lens)) == int(forward(parents, seq_lens)) > 2 * 4 * 71
+
+
+@pytest.mark.parametrize("n", attention_launches.SIZES)
+def test_attention_of_every_size(n: int) -> None:
+    attention_launches.check_size(GPU, n, (None, 1, 2, 3, 5, 17, None, 2, 64, 1))
+
+
+def test_attention_with_every_option() -> None:
+    for n in (3, 20):
+        attention_launches.check_options(GPU, n)
+
+
+def test_attention_to_any_block_of_cells() -> None:
+    attention_launches.check_any_block(GPU)
+
+
+def test_attention_and_hidden_values() -> None:
+    attention_launches.check_hidden_values(GPU)
+
+
+def test_attention_with_what_is_out_of_range() -> None:
+    attention_launches.check_pages_out_of_range(GPU)
+    attention_launches.check_lengths_out_of_range(GPU)
+    attention_launches.check_small_masks(GPU)
+
+
+def test_attention_to_strided_inputs() -> None:
+    attention_launches.check_strides(GPU)
+
+
+def test_attention_of_more_requests_than_one_scan_of_lengths() -> None:
+    attention_launches.check_many_requests(GPU, 700)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", attention_launches.DTYPES)
+def test_attention_to_long_contexts(dtype: torch.dtype, head_dim: int) -> None:
+    for n, window in ((4, 0), (32, 1000)):
+        case = make_case(
+            [9000, 3], n, dtype=dtype, page_size=16, heads=8, kv_heads=2, head_dim=head_dim
+        )
+        attention_launches.check_case(case, oracle.PACKED, torch.uint8, GPU, window=window)
+
+
+def _attend(case: Case, mask: torch.Tensor) -> torch.Tensor:
+    return tree_attention(
+        case.query, case.k_cache, case.v_cache, case.page_table, case.seq_lens, mask,
+        tree_mask_mode=FULL, is_causal_chain=False, scale=SCALE,
+    )  # fmt: skip
+
+
+def _on_gpu(case: Case) -> Case:
+    tensors = {name: getattr(case, name).to(GPU) for name in Case._fields[:5]}
+    return case._replace(**tensors)
+
+
+def test_attention_is_captured_once_for_any_lengths() -> None:
+    batch, n = 3, 6
+    # One case of the largest size, whose buffers the others are copied into.
+    buffers = _on_gpu(make_case([300] * batch, n, page_size=16))
+    mask = torch.zeros(batch * n * (300 + n) + 3, dtype=torch.bool, device=GPU)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _attend(buffers, mask)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = _attend(buffers, mask)
+    for seed, lengths in enumerate(([0] * batch, [300, 1, 77], [16, 300, 0])):
+        case = make_case(lengths, n, page_size=16, seed=seed)
+        for mine, other in zip(buffers[:5], case[:5], strict=True):
+            mine.fill_(-7 if mine is buffers.page_table else 0)
+            mine[tuple(slice(size) for size in other.shape)] = other.to(GPU)
+        cells = write_mask(case, FULL).to(GPU)
+        mask[: len(cells)] = cells
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(out.cpu().double(), dense(case), atol=1e-5, rtol=0)
+
+
+def test_attention_does_not_wait_for_the_gpu() -> None:
+    case = _on_gpu(make_case([20, 0, 7], 5, page_size=4))
+    mask = write_mask(case, FULL).to(GPU)
+    _attend(case, mask)
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # PyTorch warns that this mode is a prototype.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = _attend(case, mask)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert out.shape == (3, 5, 6, HEAD_DIM)
+
+
+def test_opcheck_of_attention() -> None:
+    case = make_case([3, 0], 3, page_size=2)
+    mask = write_mask(case, FULL).to(GPU)
+    tensors = _on_gpu(case)[:5]
+    arguments = (*tensors, mask, int(FULL), False, SCALE, 2, 1.5)
+    torch.library.opcheck(torch.ops.torchvm.tree_attention.default, arguments)

@@ -15,14 +15,29 @@ pytest.importorskip("triton", reason="Triton is published for Linux alone")
 from triton.backends import backends
 from triton.runtime.jit import create_function_from_signature
 
-from torchvm.ops.kernels import triton_candidates, triton_tree, triton_verify
+from torchvm.ops.kernels import (
+    triton_attention,
+    triton_candidates,
+    triton_tree,
+    triton_verify,
+)
 from torchvm.ops.layout import TreeMaskMode
-from torchvm.tools.bench.ahead import SIZES, TARGETS, Program, compile_ahead, programs
+from torchvm.tools.bench.ahead import (
+    SIZES,
+    TARGETS,
+    Program,
+    attention_programs,
+    compile_ahead,
+    programs,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PROGRAMS = programs()
+ATTENTION = [program for program in attention_programs() if "x 128" in program.mode]
+# Shared memory that a program may ask for.
+SHARED_BYTES = {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +64,17 @@ def test_uses_few_registers_and_no_local_memory(program: Program, target: str) -
     assert 0 < usage.registers <= 128
     assert usage.local_bytes == 0
     assert 1024 < usage.binary_bytes < 128 * 1024
+
+
+@pytest.mark.parametrize("program", ATTENTION, ids=_label)
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_keeps_its_tiles_in_registers_and_shared_memory(
+    program: Program, target: str
+) -> None:
+    usage = compile_ahead(program, target)
+    assert 0 < usage.registers <= (512 if target == "gfx942" else 255)
+    assert usage.local_bytes == 0
+    assert 0 < usage.shared_bytes <= SHARED_BYTES[target]
 
 
 class _Key:
@@ -105,3 +131,26 @@ def test_verification_and_selection_are_compiled_once_for_any_batch(target: str)
         for skip, m, s in ((0, 60, 9), (1, 64, 16), (0, 33, 1))
     }
     assert len(selections) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_is_compiled_once_for_any_batch_and_cache(target: str) -> None:
+    key = _Key(triton_attention.attention_kernel, target)
+    half = torch.float16
+    tile = triton_attention.attention_tile(16, 64, 2)._asdict()
+
+    def attend(skip: int, batch: int, n: int, pages: int, window: int, stride: int) -> str:
+        return key(
+            _tensor(0, half), _tensor(0, half), _tensor(0, half), _tensor(skip, torch.int32),
+            _tensor(skip), _tensor(skip, torch.uint8), *[_tensor(0, torch.float32)] * 3,
+            *[stride] * 9, pages, 1, batch * n, n, batch, pages, pages, pages * 9, n,
+            batch * n * n, window, 0.5, 1.0,
+            GROUP=4, HEAD_DIM=64, MODE=0, WINDOWED=False, CAPPED=False, SHARED=True,
+            **{name: tile[name] for name in ("BLOCK_D", "ROWS", "KEYS")},
+        )  # fmt: skip
+
+    usual = attend(0, 5, 4, 7, 0, 4096)
+    assert attend(1, 1, 1, 1, 1, 64) == usual
+    assert attend(3, 64, 16, 1 << 20, 4096, 1 << 33) == usual
+    # Keys that begin anywhere are loaded an element at a time.
+    assert attend(0, 5, 4, 7, 0, 4097) != usual

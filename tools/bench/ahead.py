@@ -21,13 +21,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchvm.ops.kernels import triton_candidates, triton_tree, triton_verify
+from torchvm.ops.kernels import (
+    triton_attention,
+    triton_candidates,
+    triton_merge,
+    triton_tiles,
+    triton_tree,
+    triton_verify,
+)
 from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SIZES", "TARGETS", "Program", "Usage", "compile_ahead", "programs"]
+__all__ = [
+    "SIZES",
+    "TARGETS",
+    "Program",
+    "Usage",
+    "attention_programs",
+    "compile_ahead",
+    "programs",
+]
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -35,6 +50,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SIZES = (4, 16, 64, 256)
+# Query heads of a kv head in the attention kernels that are compiled.
+GROUP = 4
 
 
 class Program(NamedTuple):
@@ -45,6 +62,8 @@ class Program(NamedTuple):
     mode: str
     source: ASTSource
     num_warps: int
+    num_stages: int | None = None
+    """Triton's own number, unless the launcher asks for another."""
 
 
 class Usage(NamedTuple):
@@ -55,6 +74,8 @@ class Usage(NamedTuple):
     local_bytes: int
     """Of a thread: stack and spills."""
     binary_bytes: int
+    shared_bytes: int
+    """Of a program."""
 
 
 def _source(kernel: triton.JITFunction, constants: Mapping[str, int], **types: str) -> ASTSource:
@@ -103,8 +124,49 @@ def _candidates(num_candidates: int, dtype: str) -> Program:
     return Program("select_draft_candidates", 64, label, source, num_warps)
 
 
+def _attention(
+    n: int, mode: int, dtype: str, head_dim: int, *, options: bool = False, shared: bool = True
+) -> Program:
+    itemsize = 4 if dtype == "fp32" else 2
+    tile = triton_attention.attention_tile(n * GROUP, head_dim, itemsize)._asdict()
+    num_warps, num_stages = tile.pop("num_warps"), tile.pop("num_stages")
+    constants = {
+        "GROUP": GROUP, "HEAD_DIM": head_dim, "MODE": int(mode), "WINDOWED": options,
+        "CAPPED": options, "SHARED": shared, **tile,
+    }  # fmt: skip
+    types = dict.fromkeys(("query", "k_cache", "v_cache"), f"*{dtype}")
+    types |= dict.fromkeys(("out", "peaks", "weights"), "*fp32" if shared else f"*{dtype}")
+    kernel = triton_attention.attention_kernel
+    source = _source(kernel, constants, **types, page_table="*i32", tree_mask="*u8")
+    label = TreeMaskMode(mode).name if mode >= 0 else "chain"
+    label += f", {dtype} x {head_dim}" + ", window, cap" * options + ", alone" * (not shared)
+    return Program("tree_attention", n, label, source, num_warps, num_stages)
+
+
+def _merge(dtype: str, head_dim: int) -> Program:
+    types = dict.fromkeys(("sums", "peaks", "weights"), "*fp32")
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    source = _source(triton_merge.merge_kernel, constants, **types, out=f"*{dtype}")
+    return Program("merge", 64, f"{dtype} x {head_dim}", source, triton_merge.MERGE_WARPS)
+
+
+def attention_programs() -> list[Program]:
+    """The attention kernels of common head sizes, for few rows and for many."""
+    full, qlen, packed = TreeMaskMode
+    chain = int(triton_tiles.CHAIN)
+    found = []
+    for head_dim in (64, 128):
+        for n in (4, 64):
+            found += [_attention(n, full, "bf16", head_dim)]
+            found += [_attention(n, packed, "bf16", head_dim, options=True)]
+        found += [_attention(4, qlen, "fp32", head_dim, options=some) for some in (False, True)]
+        found += [_attention(16, chain, "fp16", head_dim, shared=False)]
+        found += [_merge("bf16", head_dim)]
+    return found
+
+
 def programs() -> list[Program]:
-    """Every kernel in the sizes that are kept within bounds: n of SIZES, each mode."""
+    """Every kernel but attention in the sizes kept within bounds: n of SIZES, each mode."""
     found = [_tree(n, mode) for n in SIZES for mode in TreeMaskMode]
     found += [_tree(n, TreeMaskMode.FULL_MASK, fill_prefix=False) for n in SIZES]
     found += [_tree(n, mode, from_parents=True) for n in (64, 256) for mode in TreeMaskMode]
@@ -136,6 +198,8 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
 def compile_ahead(program: Program, target: str) -> Usage:
     """Compile a program for one of TARGETS and read what it uses."""
     options = {"enable_fp_fusion": True, "num_warps": program.num_warps}
+    if program.num_stages is not None:
+        options["num_stages"] = program.num_stages
     compiled = triton.compile(program.source, target=TARGETS[target], options=options)
     if TARGETS[target].backend == "cuda":
         binary = compiled.asm["cubin"]
@@ -143,7 +207,7 @@ def compile_ahead(program: Program, target: str) -> Usage:
     else:
         binary = compiled.asm["hsaco"]
         used = _amd_usage(compiled.asm["amdgcn"])
-    return Usage(*used, len(binary))
+    return Usage(*used, len(binary), compiled.metadata.shared)
 
 
 def main() -> int:
@@ -151,11 +215,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torchvm.tools.bench.ahead")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     as_json = parser.parse_args().json
-    line = "{:<24} {:>4} {:<24} {:<7} {:>9} {:>11} {:>12}"
+    line = "{:<24} {:>4} {:<46} {:<7} {:>9} {:>11} {:>8} {:>8}"
     rows = []
     if not as_json:
-        print(line.format("kernel", "n", "mode", "target", "registers", "local bytes", "binary"))
-    for program in programs():
+        names = ("registers", "local bytes", "binary", "shared")
+        print(line.format("kernel", "n", "mode", "target", *names))
+    for program in programs() + attention_programs():
         for target in TARGETS:
             usage = compile_ahead(program, target)
             cells = (program.name, program.num_draft_tokens, program.mode, target, *usage)
