@@ -105,6 +105,17 @@ def test_a_chain_needs_no_mask(window: int) -> None:
         assert torch.equal(run(case, mask, FULL, **options), out)
 
 
+def test_windows_of_blocks_that_are_no_trees() -> None:
+    """A node that sees later ones stands behind them, however early it comes."""
+    case = make_case([5, 0], 6)
+    case.trees[:] = True
+    case.trees[:, 3:, 0] = False
+    for window in (1, 2, 4):
+        out = run(case, write_mask(case, QLEN), QLEN, sliding_window=window)
+        expected = dense(case, window=window)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
 def test_a_row_that_sees_nothing_gives_zeros() -> None:
     case = make_case([0, 3], 2)
     case.trees[:, 1] = False

@@ -357,7 +357,8 @@ def _attend(
         )  # fmt: skip
         begin = 0
         if window:
-            begin = max(0, length + depths[first:last].min() - window + 1)
+            # Rows of a block that is no tree may see every node, so all of those are looked at.
+            begin = max(0, length + min(0, depths[first:last].min() - window + 1))
         stop = length + (last if is_causal else n)
         for start in range(begin, stop, TILE):
             _load_tile(
