@@ -263,7 +263,7 @@ def attention_tile(num_rows: int, head_dim: int, itemsize: int) -> AttentionTile
         # Products of float32 are made one by one, from operands that all stand in registers.
         rows, keys, num_warps = 16, 2048 // block, 8
     elif num_rows <= 16:
-        rows, keys, num_warps = 16, 8192 // block, 4
+        rows, keys, num_warps = 16, block // 2, 4
     else:
         rows, keys, num_warps = 64, 4096 // block, 4
     return AttentionTile(block, rows, min(max(keys, 16), 64), num_warps, 2)
