@@ -161,7 +161,7 @@ def test_a_later_compile_is_an_error(model: Any) -> None:
     decoder.warm_up()
     verifier = decoder.verifier
     shorter = verifier.shape._replace(max_context_len=CONTEXT - 1)
-    decoder.verifier = verifier._replace(shape=shorter)
+    decoder.runner.verifier = verifier._replace(shape=shorter)
     with pytest.raises(RuntimeError, match="recompile"):
         decoder.decode([[1, 2]], max_new_tokens=2)
 

@@ -157,7 +157,7 @@ def test_compaction_moves_accepted_nodes_behind_the_root() -> None:
         buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) + 1000 * side)
     before = [buffer.clone() for buffer in (*cache.keys, *cache.values)]
     lengths, paths = [2, 5, 0], [[2, 3, 6], [], [1, 2, 5]]
-    cache.compact(lengths, paths)
+    cache.compact([0, 1, 2], lengths, paths)
     for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
         expected = old.clone()
         for b, (length, path) in enumerate(zip(lengths, paths, strict=True)):

@@ -52,7 +52,7 @@ def test_plan_of_a_stock_model(family: str, chain: bool) -> None:
         full = int(TreeMaskMode.FULL_MASK)
         batch = VerifyBatch(pages, CAPACITY, seq_lens, positions, mask, full)
         verify = VerifyInputs(backend, backend.init_forward_metadata(batch))
-        cache = StepCache(keys, values, seq_lens, N)
+        cache = StepCache(keys, values, torch.arange(BS), seq_lens, N)
         out = model(
             input_ids=tokens,
             position_ids=positions,

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from torchvm import (
+    MaskSource,
     TreeMaskMode,
     VerifyMask,
     default_tree_mask_mode,
+    mask_for_batch,
     mask_storage,
     maybe_create_verify_mask,
     tree_mask_numel,
@@ -177,3 +179,30 @@ def test_inside_a_compiled_function(backend: str) -> None:
     block = mask.buffer.view(2, 4, 4).int().tolist()
     assert block[0] == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
     assert block[1] == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+
+
+def test_a_worker_never_writes_past_a_mask() -> None:
+    """No mask, one that fits, one that does not, and idle batches."""
+    owner = maybe_create_verify_mask(
+        is_draft_runner=False, skip_prefill=False, max_bs=8, max_context_len=16,
+        num_draft_tokens=4, device="cpu", is_read=True, dtype=torch.uint8, mode=FULL,
+    )  # fmt: skip
+    assert owner is not None
+    sizes: dict[str, Any] = {"num_draft_tokens": 4, "max_context_len": 16, "device": "cpu"}
+    fits = mask_for_batch(owner, bs=8, **sizes)
+    assert fits.buffer is owner.buffer
+    assert (fits.mode, fits.source) == (FULL, MaskSource.owned)
+    # Captured for 8, and then a batch of 48 came: in its own mode, and in memory of its own.
+    large = mask_for_batch(owner, bs=48, **sizes)
+    assert (large.mode, large.source) == (FULL, MaskSource.too_large)
+    assert large.buffer.numel() == 48 * 4 * (16 + 4)
+    assert large.buffer.dtype is torch.uint8
+    wider = mask_for_batch(owner, bs=8, **sizes | {"num_draft_tokens": 5})
+    assert wider.source is MaskSource.too_large
+    for mode, layout, numel in ((None, QLEN, 48), (PACKED, PACKED, 12), (FULL, FULL, 240)):
+        alone = mask_for_batch(None, bs=3, mode=mode, **sizes)
+        assert (alone.mode, alone.source) == (layout, MaskSource.no_owner)
+        assert alone.buffer.numel() == numel
+    for held in (owner, None):
+        idle = mask_for_batch(held, bs=0, **sizes)
+        assert (idle.buffer.numel(), idle.source) == (0, MaskSource.idle)

@@ -3,7 +3,7 @@
 import torchvm.ops.external_contracts  # noqa: F401 - registers the contracts
 from torchvm import testing
 from torchvm.compilation import clear_reports, inductor_options, reports, torchvm_backend
-from torchvm.errors import MaskContractError, TorchvmError
+from torchvm.errors import CaptureError, MaskContractError, TorchvmError
 from torchvm.explanation import Explanation, MaskExplanation, explain
 from torchvm.exporting import compact
 from torchvm.ops.attention import tree_attention
@@ -24,10 +24,19 @@ from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
 from torchvm.passes.report import MaskReport, Reason
 from torchvm.planning import MaskPlan, plan_verify_mask
-from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
+from torchvm.verify_mask import (
+    BatchMask,
+    MaskSource,
+    VerifyMask,
+    default_tree_mask_mode,
+    mask_for_batch,
+    maybe_create_verify_mask,
+)
 
 __all__ = [
+    "BatchMask",
     "CaptureCode",
+    "CaptureError",
     "CaptureFinding",
     "DraftCandidates",
     "DraftTree",
@@ -38,6 +47,7 @@ __all__ = [
     "MaskPlan",
     "MaskRead",
     "MaskReport",
+    "MaskSource",
     "PackedMask",
     "Reason",
     "TorchvmError",
@@ -56,6 +66,7 @@ __all__ = [
     "gated_delta_tree",
     "inductor_options",
     "mask_convert",
+    "mask_for_batch",
     "mask_storage",
     "maybe_create_verify_mask",
     "merge_attention",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["MaskContractError", "TorchvmError"]
+__all__ = ["CaptureError", "MaskContractError", "TorchvmError"]
 
 
 class TorchvmError(Exception):
@@ -11,3 +11,7 @@ class TorchvmError(Exception):
 
 class MaskContractError(TorchvmError):
     """What a back end or an op declares about a mask is not what it does."""
+
+
+class CaptureError(TorchvmError):
+    """A step cannot be captured in a CUDA graph."""

@@ -11,6 +11,7 @@ import torch
 from torchvm.errors import MaskContractError
 from torchvm.ops.contracts import MaskRead
 from torchvm.ops.layout import TreeMaskMode, mask_storage
+from torchvm.passes.capture_check import CaptureFinding, check_capture
 from torchvm.passes.liveness import Mask, follow_mask
 from torchvm.passes.report import MaskReport, ReaderReport, Reason
 from torchvm.passes.requirements import smallest_mode
@@ -44,6 +45,9 @@ class MaskPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_context_len: int
     device: torch.device
     dtype: torch.dtype
+    capture: tuple[CaptureFinding, ...] = ()
+    """What in the traced graphs stands against a CUDA graph. Inputs that a graph writes are among
+    it unless somebody promises that they stay where they are."""
 
     def create(self) -> VerifyMask:
         """Allocate the buffer as planned."""
@@ -148,6 +152,7 @@ def plan_verify_mask(
         max_context_len=max_context_len,
         device=target,
         dtype=dtype,
+        capture=tuple(finding for module in traced for finding in check_capture(module.module)),
     )
     if declared_is_read is not None:
         _check_declaration(plan, int(numel), declared=declared_is_read)

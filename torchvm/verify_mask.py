@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import NamedTuple
+
 import msgspec
 import torch
 
 from torchvm.ops.layout import TreeMaskMode, mask_storage, tree_mode
 from torchvm.ops.mask import alloc_verify_mask
 
-__all__ = ["VerifyMask", "default_tree_mask_mode", "maybe_create_verify_mask"]
+__all__ = [
+    "BatchMask",
+    "MaskSource",
+    "VerifyMask",
+    "default_tree_mask_mode",
+    "mask_for_batch",
+    "maybe_create_verify_mask",
+]
 
 
 class VerifyMask(msgspec.Struct, frozen=True, eq=False):
@@ -97,3 +107,65 @@ def maybe_create_verify_mask(
         device=device,
     )
     return VerifyMask(buffer, layout, max_bs, num_draft_tokens, max_context_len, is_read)
+
+
+class MaskSource(StrEnum):
+    """Where the mask of one batch comes from."""
+
+    owned = "OWNED"
+    """The owner's buffer, which the batch fits."""
+    no_owner = "NO_OWNER"
+    """A fresh buffer in the caller's mode: the back end owns none."""
+    too_large = "TOO_LARGE"
+    """A fresh buffer in the owner's mode: the batch could run past the owner's."""
+    idle = "IDLE"
+    """Nothing is verified: an empty buffer."""
+
+
+class BatchMask(NamedTuple):
+    """The buffer that one batch is built into."""
+
+    buffer: torch.Tensor
+    mode: TreeMaskMode
+    source: MaskSource
+
+
+def mask_for_batch(
+    owner: VerifyMask | None,
+    *,
+    bs: int,
+    num_draft_tokens: int,
+    max_context_len: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bool,
+    mode: int | None = None,
+) -> BatchMask:
+    """Choose the buffer of one eager batch, as a worker does: nothing is ever written past one.
+
+    Args:
+        owner: the back end's mask, if it owns one.
+        bs: requests of the batch; 0 is an idle one.
+        num_draft_tokens: draft tokens per request, root included.
+        max_context_len: most committed tokens of a request, for a fresh buffer.
+        device: where a fresh buffer lives.
+        dtype: of a fresh buffer without an owner.
+        mode: layout of a fresh buffer without an owner; None is the device's default.
+
+    Raises:
+        ValueError: for a negative size, an unknown mode, or a dtype that the mode cannot have.
+    """
+    if owner is not None and bs and owner.fits(bs, num_draft_tokens):
+        return BatchMask(owner.buffer, owner.mode, MaskSource.owned)
+    if owner is not None:
+        layout, dtype = owner.mode, owner.buffer.dtype
+    else:
+        layout = default_tree_mask_mode(device) if mode is None else tree_mode(mode)
+        if layout is TreeMaskMode.QLEN_ONLY_BITPACKING and dtype is torch.bool:
+            dtype = torch.uint8
+    buffer = alloc_verify_mask(
+        bs, num_draft_tokens, max_context_len, layout, dtype=dtype, device=device
+    )
+    if not bs:
+        return BatchMask(buffer, layout, MaskSource.idle)
+    source = MaskSource.no_owner if owner is None else MaskSource.too_large
+    return BatchMask(buffer, layout, source)

@@ -45,32 +45,42 @@ class KVCache(NamedTuple):
             [torch.zeros(shape, dtype=dtype) for _ in layers],
         )
 
-    def compact(self, seq_lens: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
+    def compact(
+        self,
+        slots: Sequence[int],
+        seq_lens: Sequence[int],
+        paths: Sequence[Sequence[int] | None],
+    ) -> None:
         """Move the accepted nodes of each request right behind its committed tokens.
 
         Args:
+            slots: where each request lies.
             seq_lens: L of each request when its tree was verified.
             paths: per request the accepted nodes below the root, ascending, or None; the root
                 already stands at L.
         """
-        move_nodes((*self.keys, *self.values), seq_lens, paths)
+        move_nodes((*self.keys, *self.values), slots, seq_lens, paths)
 
 
 def move_nodes(
-    buffers: Iterable[Tensor], seq_lens: Sequence[int], paths: Sequence[Sequence[int] | None]
+    buffers: Iterable[Tensor],
+    slots: Sequence[int],
+    seq_lens: Sequence[int],
+    paths: Sequence[Sequence[int] | None],
 ) -> None:
     """Move nodes of each request from L + node to L + 1, L + 2, ...
 
     Args:
-        buffers: (B, capacity, ...), each written.
+        buffers: (slots, capacity, ...), each written.
+        slots: where each request lies.
         seq_lens: L of each request.
         paths: per request the nodes below the root to be kept, ascending, or None.
     """
     rows, sources, targets = [], [], []
-    for b, (length, path) in enumerate(zip(seq_lens, paths, strict=True)):
+    for slot, length, path in zip(slots, seq_lens, paths, strict=True):
         for target, source in enumerate(path or (), start=1):
             if source != target:
-                rows.append(b)
+                rows.append(slot)
                 sources.append(length + source)
                 targets.append(length + target)
     if not rows:

@@ -12,6 +12,7 @@ import torch
 from torchvm.backends.base import VerifyConfig
 from torchvm.engine.batch import Batch
 from torchvm.engine.drafts import pack_drafts
+from torchvm.engine.runner import VerifyRunner
 from torchvm.engine.steps import (
     RECOMPILE_LIMIT,
     compiled_step,
@@ -161,12 +162,6 @@ class Decoder(ABC):
     def _allocate(self) -> TargetCache:
         return self.target.allocate(self.batch_size, self.max_context_len, self.num_tokens)
 
-    def _run(self, *inputs: Any) -> Any:
-        with _one_compile(warm=self._warm):
-            out = self._compiled(self.target, *inputs)
-        self._warm = True
-        return out
-
 
 class PlainDecoder(Decoder):
     """One token a step, with neither drafts nor mask."""
@@ -179,8 +174,13 @@ class PlainDecoder(Decoder):
     def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
         roots = torch.tensor([sequence[-1:] for sequence in batch.sequences])
         seq_lens = batch.seq_lens()
-        tokens, logits = self._run(cache, roots, torch.tensor(seq_lens))
-        cache.compact(seq_lens, [()] * self.batch_size)
+        slots = list(range(self.batch_size))
+        with _one_compile(warm=self._warm):
+            tokens, logits = self._compiled(
+                self.target, cache, roots, torch.tensor(slots), torch.tensor(seq_lens)
+            )
+        self._warm = True
+        cache.compact(slots, seq_lens, [()] * self.batch_size)
         self.last_logits = logits[:, -1]
         return [row if on else [] for row, on in zip(tokens.tolist(), batch.active, strict=True)]
 
@@ -198,6 +198,8 @@ class SpeculativeDecoder(Decoder):
         backend: name of an attention back end, or what makes one from a config. It owns the mask,
             in the layout that a plan of the step finds. None verifies with "cpu" and a mask that
             the step allocates itself.
+        buckets: batch sizes that the step is compiled, or captured, for; the requests that still
+            decode run on the smallest that holds them. By default `batch_size` alone.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
@@ -216,6 +218,7 @@ class SpeculativeDecoder(Decoder):
         inner: str = "inductor",
         mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
         backend: str | Callable[[VerifyConfig], AttentionBackend] | None = None,
+        buckets: Sequence[int] | None = None,
     ) -> None:
         super().__init__(
             model, batch_size=batch_size, max_context_len=max_context_len, inner=inner
@@ -235,26 +238,39 @@ class SpeculativeDecoder(Decoder):
             mask_mode=tree_mode(mask_mode),
         )
 
+        self.runner = VerifyRunner(
+            self.target, self.verifier, self._compiled, max_bs=batch_size, buckets=buckets
+        )
+
+    def warm_up(self) -> float:
+        """Compile, and on CUDA capture, every bucket; return the seconds that took."""
+        started = time.perf_counter()
+        with torch.inference_mode(), self.target.attending():
+            self.runner.bind(self._allocate())
+            self.runner.warmup()
+        return time.perf_counter() - started
+
     def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
+        slots = [b for b, on in enumerate(batch.active) if on]
+        drafts = self.drafter.propose(batch.sequences, batch.active)
         tokens, parents = pack_drafts(
-            self.drafter.propose(batch.sequences, batch.active),
+            drafts,
             batch.sequences,
             batch.active,
             num_draft_tokens=self.num_tokens,
             topk=self.drafter.topk,
             vocab_size=self.target.vocab_size,
         )
-        seq_lens = batch.seq_lens()
-        backend, shape, buffer = self.verifier.backend, self.verifier.shape, self.verifier.buffer
-        lengths = torch.tensor(seq_lens)
-        outputs = self._run(cache, backend, tokens, parents, lengths, shape, buffer)
-        predicts, accept_index, accept_num = (output.tolist() for output in outputs)
-        found, paths = [], []
-        for b, on in enumerate(batch.active):
-            nodes = accept_index[b][: accept_num[b] + 1] if on else []
-            found.append([predicts[node] for node in nodes])
-            paths.append([node - b * self.num_tokens for node in nodes[1:]])
-        cache.compact(seq_lens, paths)
+        lengths = batch.seq_lens()
+        seq_lens = [lengths[b] for b in slots]
+        self.runner.bind(cache)
+        verified = self.runner.run(
+            tokens[slots].tolist(), parents[slots].tolist(), seq_lens, slots
+        )
+        cache.compact(slots, seq_lens, verified.paths)
+        found: list[list[int]] = [[] for _ in batch.active]
+        for b, row in zip(slots, verified.tokens, strict=True):
+            found[b] = row
         return found
 
 

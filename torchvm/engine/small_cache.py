@@ -21,7 +21,8 @@ class SmallCache(NamedTuple):
     """Named buffers of each layer.
 
     Layers with a cache have buffers of (B, capacity, ...). A recurrent layer has a `state`
-    (B, ...) and `node_states` (B, tokens, ...), the state after each token of the last forward.
+    (B, ...) by slot, and `node_states` (B, tokens, ...), the state after each token of the last
+    forward, by its order of requests.
     """
 
     layers: list[dict[str, Tensor]]
@@ -62,15 +63,21 @@ class SmallCache(NamedTuple):
                 )
         return cls(layers, capacity)
 
-    def compact(self, seq_lens: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
+    def compact(
+        self,
+        slots: Sequence[int],
+        seq_lens: Sequence[int],
+        paths: Sequence[Sequence[int] | None],
+    ) -> None:
         """Move accepted entries behind the committed ones, and take over the last one's state."""
-        kept = [b for b, path in enumerate(paths) if path is not None]
+        rows = [b for b, path in enumerate(paths) if path is not None]
+        kept = [slots[b] for b in rows]
         last = [path[-1] if path else 0 for path in paths if path is not None]
         for buffers in self.layers:
             if "state" in buffers:
-                buffers["state"][kept] = buffers["node_states"][kept, last]
+                buffers["state"][kept] = buffers["node_states"][rows, last]
             else:
-                move_nodes(buffers.values(), seq_lens, paths)
+                move_nodes(buffers.values(), slots, seq_lens, paths)
 
 
 _PROMPT = 512

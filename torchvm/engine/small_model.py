@@ -96,6 +96,7 @@ class SmallModel(nn.Module):
         cache: SmallCache,
         tokens: Tensor,
         positions: Tensor,
+        slots: Tensor,
         seq_lens: Tensor,
         backend: AttentionBackend,
         metadata: Any,
@@ -104,7 +105,7 @@ class SmallModel(nn.Module):
     ) -> Tensor | None:
         """Run the layers; see `TargetModel`."""
         hidden = self.embedding(tokens)
-        rows = torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1)
+        rows = slots.unsqueeze(1)
         columns = seq_lens.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         for layer, buffers in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, positions, buffers, (rows, columns), backend, metadata)
@@ -184,7 +185,8 @@ class _SparseWindowAttention(_GroupedQueryAttention):
     ) -> SparseWindow:
         dense = super().inputs(hidden, positions, buffers, places)
         config = self.config
-        keys, values = (_block_means(side, config.block_size) for side in dense[1:3])
+        slots = places[0].squeeze(1)
+        keys, values = (_block_means(side[slots], config.block_size) for side in dense[1:3])
         window = config.sliding_window
         selected = self._select(dense.query, keys, positions)
         return SparseWindow(*dense[:3], keys, values, selected, dense.scale, window)
@@ -268,7 +270,7 @@ class _RecurrentAttention(nn.Module):
         hidden: Tensor,
         positions: Tensor,  # noqa: ARG002 - the order of tokens is all it needs
         buffers: dict[str, Tensor],
-        places: tuple[Tensor, Tensor],  # noqa: ARG002
+        places: tuple[Tensor, Tensor],
     ) -> Recurrent:
         heads = (self.config.num_heads, -1)
         query, key, value = (
@@ -278,8 +280,8 @@ class _RecurrentAttention(nn.Module):
         beta = torch.sigmoid(self.beta(hidden)).float()
         normal = nn.functional.normalize
         return Recurrent(
-            normal(query, dim=-1), normal(key, dim=-1), value, gate, beta, buffers["state"],
-            buffers["node_states"], 1.0,
+            normal(query, dim=-1), normal(key, dim=-1), value, gate, beta,
+            buffers["state"][places[0].squeeze(1)], buffers["node_states"][: hidden.shape[0]], 1.0,
         )  # fmt: skip
 
     def result(self, attended: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ def verify_step(
     backend: AttentionBackend,
     tokens: Tensor,
     parents: Tensor,
+    slots: Tensor,
     seq_lens: Tensor,
     shape: StepShape,
     tree_mask: Tensor | None = None,
@@ -59,6 +60,7 @@ def verify_step(
         backend: verifies.
         tokens: (B, n) int64, the root first.
         parents: (B, n) int64 node indices.
+        slots: (B,) int64, where each request lies in the cache.
         seq_lens: (B,) int64, L.
         shape: constants of the run.
         tree_mask: the buffer to build into; None allocates one in the graph.
@@ -76,11 +78,11 @@ def verify_step(
     flat, *links = torch.ops.torchvm.build_tree_from_parents(parents, seq_lens, tree_mask, n, mode)
     positions = flat.view(tokens.shape)
     batch = VerifyBatch(
-        _contiguous_pages(seq_lens), cache.page_size, seq_lens, positions, tree_mask, mode,
+        _pages(slots), cache.page_size, seq_lens, positions, tree_mask, mode,
         links[1], links[2],
     )  # fmt: skip
     metadata = backend.init_forward_metadata(batch)
-    logits = target.forward(cache, tokens, positions, seq_lens, backend, metadata)
+    logits = target.forward(cache, tokens, positions, slots, seq_lens, backend, metadata)
     assert logits is not None
     predicts, accept_index, accept_num = torch.ops.torchvm.verify_tree_greedy(
         tokens, *links, logits.argmax(-1), n
@@ -89,7 +91,7 @@ def verify_step(
 
 
 def plain_step(
-    target: TargetModel, cache: TargetCache, tokens: Tensor, seq_lens: Tensor
+    target: TargetModel, cache: TargetCache, tokens: Tensor, slots: Tensor, seq_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Decode one token per request, with neither tree nor mask: what speculation must equal.
 
@@ -97,12 +99,13 @@ def plain_step(
         target: the model.
         cache: gets what the layers keep of the token.
         tokens: (B, 1) int64, the last token of each request.
+        slots: (B,) int64, where each request lies in the cache.
         seq_lens: (B,) int64, L.
 
     Returns:
         The next tokens (B, 1) int64 and the logits (B, 1, vocabulary) they are the largest of.
     """
-    logits = _chain(target, cache, tokens, seq_lens)
+    logits = _chain(target, cache, tokens, slots, seq_lens)
     assert logits is not None
     return logits.argmax(-1), logits
 
@@ -114,21 +117,24 @@ def prefill(target: TargetModel, cache: TargetCache, prompts: list[list[int]]) -
     writes lies behind their committed tokens and is overwritten before it is read.
     """
     longest = max(map(len, prompts)) - 1
+    slots = list(range(len(prompts)))
     for start in range(0, longest, _PREFILL_TOKENS):
         width = min(_PREFILL_TOKENS, longest - start)
         chunk = [prompt[:-1][start : start + width] for prompt in prompts]
         rows = [row + [0] * (width - len(row)) for row in chunk]
         tokens = torch.tensor(rows, device=target.device)
         seq_lens = torch.full((len(prompts),), start, device=target.device)
-        _chain(target, cache, tokens, seq_lens, logits=False)
+        places = torch.tensor(slots, device=target.device)
+        _chain(target, cache, tokens, places, seq_lens, logits=False)
         paths = [range(1, len(row)) if row else None for row in chunk]
-        cache.compact([start] * len(prompts), paths)
+        cache.compact(slots, [start] * len(prompts), paths)
 
 
 def _chain(
     target: TargetModel,
     cache: TargetCache,
     tokens: Tensor,
+    slots: Tensor,
     seq_lens: Tensor,
     *,
     logits: bool = True,
@@ -136,17 +142,18 @@ def _chain(
     """Run tokens that follow one another."""
     positions = seq_lens.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
     batch = VerifyBatch(
-        _contiguous_pages(seq_lens), cache.page_size, seq_lens, positions, None,
+        _pages(slots), cache.page_size, seq_lens, positions, None,
         int(TreeMaskMode.QLEN_ONLY),
     )  # fmt: skip
     metadata = CHAIN.init_forward_metadata(batch)
-    return target.forward(cache, tokens, positions, seq_lens, CHAIN, metadata, logits=logits)
+    return target.forward(
+        cache, tokens, positions, slots, seq_lens, CHAIN, metadata, logits=logits
+    )
 
 
-def _contiguous_pages(seq_lens: Tensor) -> Tensor:
+def _pages(slots: Tensor) -> Tensor:
     """One page per request: (B, 1) int32."""
-    rows = torch.arange(seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
-    return rows.unsqueeze(1)
+    return slots.int().unsqueeze(1)
 
 
 @cache

@@ -25,10 +25,16 @@ class TargetCache(Protocol):
         """Positions of a request; its page table has one page."""
         ...
 
-    def compact(self, seq_lens: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
+    def compact(
+        self,
+        slots: Sequence[int],
+        seq_lens: Sequence[int],
+        paths: Sequence[Sequence[int] | None],
+    ) -> None:
         """Keep what the last forward computed for the nodes that were accepted.
 
         Args:
+            slots: where each request of that forward, in its order, lies in the cache.
             seq_lens: L of each request in that forward.
             paths: per request the accepted nodes below the root, ascending; the root, node 0, is
                 always accepted. None when the request takes over nothing.
@@ -62,6 +68,7 @@ class TargetModel(Protocol):
         cache: Any,
         tokens: Tensor,
         positions: Tensor,
+        slots: Tensor,
         seq_lens: Tensor,
         backend: AttentionBackend,
         metadata: Any,
@@ -74,7 +81,8 @@ class TargetModel(Protocol):
             cache: of `allocate`; gets the tokens' entries.
             tokens: (B, n) int64.
             positions: (B, n) int64.
-            seq_lens: (B,) int64, where each request's tokens begin in the cache.
+            slots: (B,) int64, where each request lies in the cache.
+            seq_lens: (B,) int64, where its tokens begin there.
             backend: attends in every layer.
             metadata: what `backend.init_forward_metadata` made of this batch.
             logits: whether they are wanted.

@@ -62,6 +62,7 @@ class TransformersTarget:
         cache: KVCache,
         tokens: Tensor,
         positions: Tensor,
+        slots: Tensor,
         seq_lens: Tensor,
         backend: AttentionBackend,
         metadata: Any,
@@ -69,7 +70,7 @@ class TransformersTarget:
         logits: bool = True,
     ) -> Tensor | None:
         """Run the model, or its layers alone; see `torchvm.engine.target.TargetModel`."""
-        step_cache = StepCache(cache.keys, cache.values, seq_lens, tokens.shape[1])
+        step_cache = StepCache(cache.keys, cache.values, slots, seq_lens, tokens.shape[1])
         model: Any = self.model if logits else self.model.base_model
         out = model(
             input_ids=tokens,

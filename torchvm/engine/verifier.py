@@ -97,7 +97,8 @@ def plan_backend(
         rows = torch.zeros(max_bs, n, dtype=torch.int64, device=mask.device)
         cache = target.allocate(max_bs, config.max_context_len, n)
         lengths = torch.zeros(max_bs, dtype=torch.int64, device=mask.device)
-        return (target, cache, backend.verifier, rows, rows.clone(), lengths, shape, mask), {}
+        inputs = (rows, rows.clone(), lengths.clone(), lengths, shape, mask)
+        return (target, cache, backend.verifier, *inputs), {}
 
     with torch.no_grad(), target.attending():
         return plan_verify_mask(

@@ -42,8 +42,9 @@ class StepCache:
     the whole buffers, which a back end's op indexes itself.
 
     Args:
-        keys: one (B, capacity, num_kv_heads, head_dim) buffer per layer, written in place.
+        keys: one (slots, capacity, num_kv_heads, head_dim) buffer per layer, written in place.
         values: like `keys`.
+        slots: (B,) int64, where each request lies in the buffers.
         seq_lens: (B,) int64, where each request's new tokens begin.
         num_tokens: n.
     """
@@ -52,12 +53,16 @@ class StepCache:
     is_sliding = (False,)
 
     def __init__(
-        self, keys: list[Tensor], values: list[Tensor], seq_lens: Tensor, num_tokens: int
+        self,
+        keys: list[Tensor],
+        values: list[Tensor],
+        slots: Tensor,
+        seq_lens: Tensor,
+        num_tokens: int,
     ) -> None:
         self._keys, self._values = keys, values
-        device = seq_lens.device
-        self._rows = torch.arange(seq_lens.shape[0], device=device).unsqueeze(1)
-        self._columns = seq_lens.unsqueeze(1) + torch.arange(num_tokens, device=device)
+        self._rows = slots.unsqueeze(1)
+        self._columns = seq_lens.unsqueeze(1) + torch.arange(num_tokens, device=seq_lens.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -1,0 +1,221 @@
+"""Running verify steps in captured sizes: a bucket, padding, and a replay at stable addresses."""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchvm.buffers import Fill, PhaseBuffers, Rows, Slot
+from torchvm.engine.steps import RECOMPILE_LIMIT
+from torchvm.errors import CaptureError
+from torchvm.passes.capture_check import CaptureCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from torchvm.buffers import LedgerRow
+    from torchvm.engine.target import TargetCache, TargetModel
+    from torchvm.engine.verifier import Verifier
+
+__all__ = ["Verified", "VerifyRunner", "bucket_sizes"]
+
+PHASE = "TARGET_VERIFY"
+# Nodes of no request are linked to nobody.
+_UNLINKED = -1
+
+
+class Verified(NamedTuple):
+    """What one step accepted, of the requests that were given, on the host."""
+
+    tokens: list[list[int]]
+    """Per request the token after each accepted node, the root's first."""
+    paths: list[list[int]]
+    """Per request the accepted nodes below the root."""
+
+
+def bucket_sizes(max_bs: int) -> tuple[int, ...]:
+    """Batch sizes that engines capture: 1, 2, 4, then multiples of 8, and the largest."""
+    if max_bs < 1:
+        raise ValueError(f"max_bs must be >= 1, got {max_bs}")
+    sizes = {1, 2, 4, *range(8, max_bs, 8), max_bs}
+    return tuple(sorted(size for size in sizes if size <= max_bs))
+
+
+class VerifyRunner:
+    """Runs the compiled verify step on the smallest bucket that holds the batch.
+
+    On CUDA a bucket is a captured graph; on the CPU it is the compiled function. Both read the
+    same buffers, whose addresses are asserted before every replay, and compile nothing more.
+
+    Args:
+        target: the model.
+        verifier: its back end and mask.
+        step: the compiled `verify_step`.
+        max_bs: most requests; the cache has a slot for each.
+        buckets: batch sizes that are captured; by default `max_bs` alone.
+
+    Raises:
+        CaptureError: when the traced step could not be captured: the plan's findings.
+        ValueError: for buckets that are not ascending sizes up to `max_bs`.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        verifier: Verifier,
+        step: Callable[..., Any],
+        *,
+        max_bs: int,
+        buckets: Sequence[int] | None = None,
+    ) -> None:
+        buckets = (max_bs,) if buckets is None else tuple(buckets)
+        if list(buckets) != sorted({b for b in buckets if 1 <= b <= max_bs}) or not buckets:
+            raise ValueError(f"buckets must be ascending sizes in [1, {max_bs}], got {buckets}")
+        if buckets[-1] != max_bs:
+            raise ValueError(f"the last of buckets must be max_bs {max_bs}, got {buckets[-1]}")
+        _refuse_what_cannot_be_captured(verifier)
+        self.target = target
+        self.verifier = verifier
+        self.max_bs = max_bs
+        self.buckets = buckets
+        self.buffers = _phase_buffers(verifier, max_bs, target.device)
+        self._step = step
+        self._captured: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
+        self._addresses = self.buffers.addresses()
+        self._cache: TargetCache | None = None
+
+    def bind(self, cache: TargetCache) -> None:
+        """Run on this cache from now on; what was captured on another is forgotten."""
+        if cache is not self._cache:
+            self._cache = cache
+            if self.target.device.type == "cuda":
+                self._captured.clear()
+
+    def warmup(self) -> None:
+        """Compile, and on CUDA capture, every bucket, largest first."""
+        for bucket in reversed(self.buckets):
+            self.run([], [], [], [], bucket=bucket)
+
+    def ledger(self) -> tuple[LedgerRow, ...]:
+        """Who owns how many bytes of the phase."""
+        return self.buffers.ledger()
+
+    def run(
+        self,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        seq_lens: Sequence[int],
+        slots: Sequence[int],
+        *,
+        bucket: int | None = None,
+    ) -> Verified:
+        """Verify one tree for each of the given requests.
+
+        Args:
+            tokens: (B, n), the root first.
+            parents: (B, n) node indices.
+            seq_lens: L of each request.
+            slots: where each lies in the cache, all different.
+            bucket: run on this one rather than the smallest that holds them.
+
+        Raises:
+            ValueError: when there are more requests than the largest bucket, or slots repeat.
+        """
+        bs = len(seq_lens)
+        if bs > self.buckets[-1]:
+            raise ValueError(f"requests must be at most {self.buckets[-1]}, got {bs}")
+        if len(set(slots)) != bs:
+            raise ValueError(f"slots must be {bs} different ones, got {list(slots)}")
+        if bucket is None:
+            bucket = self.buckets[bisect.bisect_left(self.buckets, max(bs, 1))]
+        n = self.verifier.shape.num_draft_tokens
+        # Requests that pad a batch write into slots that nobody uses.
+        spare = [slot for slot in range(self.max_bs) if slot not in set(slots)]
+        self.buffers.fill(
+            bs,
+            bucket,
+            tokens=torch.tensor(tokens, dtype=torch.int64).reshape(bs, n),
+            parents=torch.tensor(parents, dtype=torch.int64).reshape(bs, n),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
+            slots=torch.tensor([*slots, *spare[: bucket - bs]], dtype=torch.int64),
+        )
+        assert self.buffers.addresses() == self._addresses, "a captured buffer has moved"
+        outputs = self._replay(bucket)
+        predicts, accept_index, accept_num = (output.tolist() for output in outputs)
+        found = Verified([], [])
+        for b in range(bs):
+            nodes = accept_index[b][: accept_num[b] + 1]
+            found.tokens.append([predicts[node] for node in nodes])
+            found.paths.append([node - b * n for node in nodes[1:]])
+        return found
+
+    def _replay(self, bucket: int) -> tuple[Tensor, ...]:
+        if bucket not in self._captured:
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+                self._captured[bucket], outputs = self._capture(bucket)
+            return outputs
+        with torch.compiler.set_stance("fail_on_recompile"):
+            return self._captured[bucket]()
+
+    def _capture(self, bucket: int) -> tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """Return what replays a bucket, and the outputs of its first run."""
+
+        def call() -> tuple[Tensor, ...]:
+            names = ("tokens", "parents", "slots", "seq_lens")
+            views = (self.buffers.view(name, bucket) for name in names)
+            outputs: tuple[Tensor, ...] = self._step(
+                self.target, self._cache, self.verifier.backend, *views, self.verifier.shape,
+                self.verifier.buffer,
+            )  # fmt: skip
+            return outputs
+
+        outputs = call()
+        if self.target.device.type != "cuda":
+            return call, outputs
+        torch.cuda.synchronize(self.target.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            return captured
+
+        return replay, replay()
+
+
+def _refuse_what_cannot_be_captured(verifier: Verifier) -> None:
+    """Raise with the plan's findings, but for written inputs: the runner's never move."""
+    if verifier.plan is None:
+        return
+    findings = [f for f in verifier.plan.capture if f.code is not CaptureCode.MUTATED_INPUT]
+    if findings:
+        lines = "\n".join(f"  {finding}" for finding in findings)
+        raise CaptureError(f"the verify step must be capturable, got\n{lines}")
+
+
+def _phase_buffers(verifier: Verifier, max_bs: int, device: torch.device) -> PhaseBuffers:
+    """What a verify step reads."""
+    n = verifier.shape.num_draft_tokens
+    buffers = PhaseBuffers(PHASE, max_bs=max_bs, num_draft_tokens=n, device=device)
+    rows = {"tokens": ((n,), 0), "parents": ((n,), _UNLINKED), "seq_lens": ((), 0)}
+    for name, (trailing, padding) in {**rows, "slots": ((), None)}.items():
+        buffers.register(
+            Slot(
+                name=name, owner="runner", rows=Rows.request, dtype=torch.int64,
+                trailing=trailing, padding=padding,
+            )
+        )  # fmt: skip
+    buffer = verifier.buffer
+    if buffer is not None:
+        buffers.register(
+            Slot(
+                name="tree_mask", owner=verifier.backend.name, rows=Rows.token,
+                dtype=buffer.dtype, fill=Fill.in_place, make=lambda _: buffer,
+            )
+        )  # fmt: skip
+    return buffers
