@@ -57,6 +57,19 @@ def test_no_copy_in_the_usual_cases(name: str) -> None:
     assert _copied(CASES[name].function, *batch()) == [False]
 
 
+def test_a_reader_that_needs_the_build_stays_behind_it() -> None:
+    """The old value is read at lengths that the build returns: its copy has to be."""
+
+    def step(parents: Tensor, seq_lens: Tensor, mask: Tensor) -> Any:
+        old = mask.clone()
+        lengths = _build(parents, seq_lens, mask).view(parents.shape)[:, 0].contiguous()
+        return READERS.block(old, lengths, parents.shape[1], FULL), lengths
+
+    parents, seq_lens = batch()
+    mask = torch.ones(parents.shape[0] * 3 * (CONTEXT + 3), dtype=torch.bool)
+    assert _copied(step, parents, seq_lens, mask) == [True]
+
+
 def _build(parents: Tensor, seq_lens: Tensor, mask: Tensor) -> Tensor:
     positions: Tensor = torch.ops.torchvm.build_tree_from_parents(
         parents, seq_lens, mask, parents.shape[1], FULL
