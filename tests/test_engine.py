@@ -36,6 +36,8 @@ from torchvm.ops.layout import TreeMaskMode
 from torchvm.passes.report import Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchvm.engine import Generation
 
 NEW = 24
@@ -174,6 +176,21 @@ def test_the_end_token_inside_an_accepted_path_ends_the_text(
     eos = truth[at]
     found = run(model, prompts(1), KnowingDrafter(answers[:1]), eos_token_id=eos)
     assert found.sequences == [truth[: truth.index(eos) + 1]]
+
+
+def test_a_request_stops_when_it_is_told_to(model: Any, answers: list[list[int]]) -> None:
+    """Also in the middle of an accepted path, and each request by itself."""
+    truth = expected(answers)
+    seen: dict[int, list[int]] = {}
+
+    def stop(b: int, tokens: Sequence[int]) -> bool:
+        assert list(tokens) == truth[b][: len(tokens)]
+        seen.setdefault(b, []).append(len(tokens))
+        return len(tokens) == 2 + 3 * b
+
+    found = run(model, prompts(3), KnowingDrafter(answers), stop_when=stop)
+    assert found.sequences == [row[: 2 + 3 * b] for b, row in enumerate(truth)]
+    assert seen == {b: list(range(1, 3 + 3 * b)) for b in range(3)}
 
 
 @pytest.mark.parametrize("count", range(1, 8))

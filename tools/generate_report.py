@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchvm.engine.check import NEAR_TIE
 from torchvm.ops.layout import TreeMaskMode, mask_storage
+from torchvm.tools.text_stream import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,8 @@ class Outcome(NamedTuple):
 
     decode: Callable[[list[int]], str]
     """Text of tokens."""
+    stop: tuple[str, ...]
+    """Strings that end the text, and are no part of it."""
     prompt_tokens: int
     drafting: tuple[int, int, int]
     """topk, depth and num_draft_tokens."""
@@ -44,6 +47,11 @@ class Outcome(NamedTuple):
     context: int
 
     @property
+    def text(self) -> str:
+        """What was generated, up to a stop string."""
+        return cut(self.decode(self.generation.sequences[0]), self.stop)
+
+    @property
     def agrees(self) -> bool:
         """Whether plain decoding gave the same tokens, up to a near-tie."""
         return self.divergence is None or self.divergence.is_near_tie
@@ -56,12 +64,12 @@ class Outcome(NamedTuple):
         return self.generation.tokens_per_second / self.plain.tokens_per_second
 
 
-def as_text(outcome: Outcome) -> str:
-    """The generated text, an empty line, and a table of facts."""
+def as_text(outcome: Outcome, *, with_text: bool = True) -> str:
+    """The generated text, unless it was shown already; an empty line, and a table of facts."""
     rows = _facts(outcome)
     width = max(len(name) for name, _ in rows)
     table = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-    return f"{outcome.decode(outcome.generation.sequences[0])}\n\n{table}"
+    return f"{outcome.text}\n\n{table}" if with_text else f"\n{table}"
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
@@ -69,7 +77,7 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
     run, plain = outcome.generation, outcome.plain
     topk, depth, num_draft_tokens = outcome.drafting
     return {
-        "text": outcome.decode(run.sequences[0]),
+        "text": outcome.text,
         "tokens": run.sequences[0],
         "prompt_tokens": outcome.prompt_tokens,
         "new_tokens": len(run.sequences[0]),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -22,6 +22,8 @@ class Batch:
         max_new_tokens: budget of each request.
         eos_token_ids: a request ends with the first of these, which it keeps.
         max_context_len: most tokens of a request, prompt included.
+        stop_when: is given a request's number and its new tokens, after each of them; True ends
+            the request, which keeps the token.
 
     Raises:
         ValueError: when a prompt leaves no room for a token, or the budget is below 1.
@@ -34,6 +36,7 @@ class Batch:
         max_new_tokens: int,
         eos_token_ids: Collection[int],
         max_context_len: int,
+        stop_when: Callable[[int, Sequence[int]], bool] | None = None,
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
@@ -48,6 +51,7 @@ class Batch:
         self._starts = [len(prompt) for prompt in prompts]
         self._ends = [min(s + max_new_tokens, max_context_len) for s in self._starts]
         self._eos = frozenset(eos_token_ids)
+        self._stop_when = stop_when
 
     def seq_lens(self) -> list[int]:
         """Committed tokens: all but the last. 0 when finished, which costs attention least."""
@@ -60,10 +64,16 @@ class Batch:
         """Append tokens to request b up to the one that ends it; return those appended."""
         for count, token in enumerate(tokens, start=1):
             self.sequences[b].append(token)
-            if token in self._eos or len(self.sequences[b]) == self._ends[b]:
+            if self._has_ended(b, token):
                 self.active[b] = False
                 return list(tokens[:count])
         return list(tokens)
+
+    def _has_ended(self, b: int, last: int) -> bool:
+        sequence = self.sequences[b]
+        if last in self._eos or len(sequence) == self._ends[b]:
+            return True
+        return self._stop_when is not None and self._stop_when(b, sequence[self._starts[b] :])
 
     def new_tokens(self) -> list[list[int]]:
         """Return what was appended to each request."""

@@ -43,6 +43,7 @@ def compare_with_plain(
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
     on_step: Callable[[list[list[int]]], None] | None = None,
+    stop_when: Callable[[int, Sequence[int]], bool] | None = None,
 ) -> tuple[Generation, list[Divergence | None]]:
     """Decode plainly and compare on the way.
 
@@ -53,6 +54,7 @@ def compare_with_plain(
         max_new_tokens: as in the compared run.
         eos_token_ids: as in the compared run.
         on_step: is given the new tokens of each request after every step.
+        stop_when: as in the compared run.
 
     Returns:
         The plain run, and for each request its first divergence or None.
@@ -74,8 +76,9 @@ def compare_with_plain(
             on_step(appended)
 
     generation = decoder.decode(
-        prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, on_step=compare
-    )
+        prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, on_step=compare,
+        stop_when=stop_when,
+    )  # fmt: skip
     for b, count in enumerate(counts):
         if first[b] is None and count < len(sequences[b]):
             first[b] = Divergence(b, count, None, sequences[b][count], math.inf)

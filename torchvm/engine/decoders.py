@@ -114,6 +114,7 @@ class Decoder(ABC):
         max_new_tokens: int,
         eos_token_ids: Collection[int] = (),
         on_step: Callable[[list[list[int]]], None] | None = None,
+        stop_when: Callable[[int, Sequence[int]], bool] | None = None,
     ) -> Generation:
         """Decode a batch greedily.
 
@@ -122,6 +123,8 @@ class Decoder(ABC):
             max_new_tokens: budget of each request.
             eos_token_ids: a request ends with the first of these.
             on_step: is given the new tokens of each request after every step.
+            stop_when: is given a request's number and its new tokens, after each of them; True
+                ends the request, which keeps the token.
 
         Raises:
             ValueError: when a prompt leaves no room for a token.
@@ -134,6 +137,7 @@ class Decoder(ABC):
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_token_ids,
             max_context_len=self.max_context_len,
+            stop_when=stop_when,
         )
         accepted: list[list[int]] = [[] for _ in prompts]
         steps = 0

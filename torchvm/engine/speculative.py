@@ -10,7 +10,7 @@ from torchvm.engine.transformers_target import as_target
 from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -38,6 +38,7 @@ def generate(
     backend: str | Callable[[VerifyConfig], AttentionBackend] | None = None,
     inner: str = "inductor",
     on_step: Callable[[list[list[int]]], None] | None = None,
+    stop_when: Callable[[int, Sequence[int]], bool] | None = None,
 ) -> Generation:
     """Decode prompts greedily, verifying a tree of drafts per request and step.
 
@@ -62,6 +63,8 @@ def generate(
             step allocates.
         inner: what compiles the step, "inductor" or "aot_eager".
         on_step: is given the new tokens of each request after every step.
+        stop_when: is given a request's number and its new tokens, after each of them; True ends
+            the request, which keeps the token.
 
     Raises:
         ValueError: when a prompt leaves no room for a token, a draft is malformed, or a shape or
@@ -86,6 +89,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         eos_token_ids=(eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id),
         on_step=on_step,
+        stop_when=stop_when,
     )
 
 
