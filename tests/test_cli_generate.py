@@ -38,12 +38,14 @@ def generated(*options: str) -> Any:
     ("options", "claim", "read_by", "layout"),
     [
         (
-            ("--backend", "flash-attention"), "flash-attention, which declares that it reads its mask",
+            ("--backend", "flash-attention"),
+            "flash-attention, which declares that it reads its mask",
             "torchvm::expand_tree_pages x 1 (TREE_BLOCK)",
             "FULL_MASK, 2,112 bytes -> QLEN_ONLY_BITPACKING, 8 bytes (COMPACTED)",
         ),
         (
-            ("--backend", "flashmla", "--topk", "1"), "flashmla, which declares that it does not read its mask",
+            ("--backend", "flashmla", "--topk", "1"),
+            "flashmla, which declares that it does not read its mask",
             "nothing", "FULL_MASK, 2,112 bytes -> QLEN_ONLY, 64 bytes (ELIDED)",
         ),
         (
