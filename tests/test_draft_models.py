@@ -76,7 +76,8 @@ def beam(model: TargetModel, sequence: list[int], topk: int, depth: int, n: int)
 
 
 @pytest.mark.parametrize(
-    ("topk", "depth", "n"), [(1, 1, 2), (1, 4, 5), (1, 4, 3), (2, 3, 6), (3, 1, 4), (4, 3, 20)]
+    ("topk", "depth", "n"),
+    [(1, 1, 2), (1, 4, 5), (1, 4, 3), (2, 3, 6), (2, 5, 16), (3, 1, 4), (3, 4, 20), (4, 3, 20)],
 )
 def test_the_beam_is_that_of_plain_loops(topk: int, depth: int, n: int) -> None:
     model = small()
