@@ -47,7 +47,7 @@ def log_probabilities(model: TargetModel, tokens: Sequence[int]) -> list[float]:
         batch = VerifyBatch(pages, cache.page_size, starts, positions, None, 1)
         metadata = CHAIN.init_forward_metadata(batch)
         row = torch.tensor([list(tokens)])
-        logits = model.forward(cache, row, positions, starts, CHAIN, metadata)
+        logits = model.forward(cache, row, positions, starts, starts, CHAIN, metadata)
     assert logits is not None
     found: list[float] = logits[0, -1].double().log_softmax(-1).tolist()
     return found

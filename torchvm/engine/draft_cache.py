@@ -187,13 +187,13 @@ class DraftCache:
         *,
         logits: bool = True,
     ) -> Tensor | None:
-        pages = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        slots = torch.arange(tokens.shape[0], device=tokens.device)
         batch = VerifyBatch(
-            pages.unsqueeze(1), self._cache.page_size, starts, positions, mask, int(_MODE)
+            slots.int().unsqueeze(1), self._cache.page_size, starts, positions, mask, int(_MODE)
         )
         metadata = backend.init_forward_metadata(batch)
         return self._model.forward(
-            self._cache, tokens, positions, starts, backend, metadata, logits=logits
+            self._cache, tokens, positions, slots, starts, backend, metadata, logits=logits
         )
 
     def _tensor(self, rows: Sequence[object]) -> Tensor:
