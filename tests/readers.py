@@ -53,6 +53,12 @@ def _block_causal(
     return _block(mask, seq_lens, n, mask_mode)
 
 
+def _block_causal_untold(
+    mask: torch.Tensor | None, seq_lens: torch.Tensor, n: int, causal: bool
+) -> torch.Tensor:
+    return _block_causal(mask, seq_lens, n, 0, causal)
+
+
 def _block_out(
     mask: torch.Tensor, seq_lens: torch.Tensor, n: int, mask_mode: int, result: torch.Tensor
 ) -> None:
@@ -96,6 +102,11 @@ _define(f"block_any({_ROWS}, int mask_mode) -> Tensor", _block, _rows)
 _define(
     "block_causal(Tensor? mask, Tensor seq_lens, SymInt n, int mask_mode, bool causal) -> Tensor",
     _block_causal,
+    _rows,
+)
+_define(
+    "block_causal_untold(Tensor? mask, Tensor seq_lens, SymInt n, bool causal) -> Tensor",
+    _block_causal_untold,
     _rows,
 )
 _define(f"block_fixed({_ROWS}, int mask_mode) -> Tensor", _block, _rows)
@@ -155,6 +166,9 @@ register_mask_reader(
     reads=_unless_causal,
     mode_arg="mask_mode",
     causal_arg="causal",
+)
+register_mask_reader(
+    "torchvm_tests::block_causal_untold", arg="mask", reads=_unless_causal, causal_arg="causal"
 )
 register_mask_reader("torchvm_tests::block_full_only", arg="mask", reads=MaskRead.TREE_BLOCK)
 register_mask_reader("torchvm_tests::pair", arg="mask", reads=MaskRead.NOTHING)

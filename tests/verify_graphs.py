@@ -179,13 +179,13 @@ def packing_reader_beside_a_use_of_the_dtype(parents: Tensor, seq_lens: Tensor) 
     return positions, rows, mask.new_ones(3)
 
 
-def _chain(mask: Tensor, parents: Tensor, seq_lens: Tensor) -> Tensor:
+def _chain(mask: Tensor, parents: Tensor, seq_lens: Tensor, mode: int = FULL) -> Tensor:
     bs, n = parents.shape
     selected = torch.arange(n - 1).expand(bs, n - 1).contiguous()
     depth = 8  # Of which a tree uses the first n - 1 levels.
     parent_list = torch.arange(-1, depth - 1).expand(bs, depth).contiguous()
     positions: Tensor = torch.ops.torchvm.build_tree(
-        parent_list, selected, seq_lens, mask, 1, depth, n, FULL, True
+        parent_list, selected, seq_lens, mask, 1, depth, n, mode, True
     )[0]
     return positions
 
@@ -195,6 +195,22 @@ def causal_reader_of_a_chain(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
     positions = _chain(mask, parents, seq_lens)
     return positions, READERS.block_causal(mask, seq_lens, parents.shape[1], FULL, False)
+
+
+@_case(Reason.CAUSAL_CHAIN)
+def untold_causal_reader_of_a_chain(parents: Tensor, seq_lens: Tensor) -> Any:
+    mask = _alloc(parents)
+    positions = _chain(mask, parents, seq_lens)
+    return positions, READERS.block_causal_untold(mask, seq_lens, parents.shape[1], False)
+
+
+@_case(Reason.ALREADY_COMPACT)
+def untold_causal_reader_of_a_compact_chain(parents: Tensor, seq_lens: Tensor) -> Any:
+    """It looks where a FULL_MASK has the tree, which is not where this mask has it."""
+    bs, n = parents.shape
+    mask = torchvm.alloc_verify_mask(bs * (1 + CONTEXT), n, CONTEXT, QLEN)
+    positions = _chain(mask, parents, seq_lens, QLEN)
+    return positions, READERS.block_causal_untold(mask, seq_lens, n, False)
 
 
 @_case(Reason.COMPACTED)
