@@ -35,6 +35,9 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     """Output like the query, contiguous; lse (B, n, num_q_heads) float32."""
     check_attention(query, k_cache, v_cache, page_table, kv_lens, lengths_name="kv_lens")
+    others = {"k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "kv_lens": kv_lens}
+    for name, tensor in others.items():
+        must_be(tensor.device == query.device, name, f"on {query.device}", tensor.device)
     check_options(sliding_window, logit_cap)
     must_be(
         is_causal or sliding_window == 0,
@@ -69,7 +72,31 @@ def _cpu(
     )  # fmt: skip
 
 
-_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu})
+def _cuda(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    is_causal: bool,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    from torchvm.ops.kernels import triton_paged
+
+    out, lse = _fake(
+        query, k_cache, v_cache, page_table, kv_lens, is_causal, scale, sliding_window, logit_cap
+    )
+    most = triton_paged.MOST_HEAD_DIM
+    must_be(query.shape[3] <= most, "query", f"of head_dim <= {most} on a GPU", query.shape[3])
+    return triton_paged.paged_attention(
+        query, k_cache, v_cache, page_table, kv_lens, is_causal, scale, sliding_window, logit_cap,
+        out, lse,
+    )  # fmt: skip
+
+
+_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
 
 
 def paged_attention(
@@ -87,11 +114,15 @@ def paged_attention(
     """Attend the first `kv_lens` positions of each request, without any mask.
 
     Args:
-        query: (B, n, num_q_heads, head_dim) float32, float16 or bfloat16.
-        k_cache: (num_pages, page_size, num_kv_heads, head_dim), the query's dtype.
+        query: (B, n, num_q_heads, head_dim) float32, float16 or bfloat16; on a GPU
+            head_dim <= 512.
+        k_cache: (num_pages, page_size, num_kv_heads, head_dim), the query's dtype; num_q_heads is
+            a multiple of num_kv_heads. A GPU copies a cache whose last dimension is strided.
         v_cache: like `k_cache`.
-        page_table: (B, max_pages) int32, see `tree_attention`.
-        kv_lens: (B,) int64 (int32 is converted), positions of each request.
+        page_table: (B, max_pages) int32, see `tree_attention`; entries past the last position are
+            not looked at.
+        kv_lens: (B,) int64 (int32 is converted), positions of each request, which may be fewer
+            than n.
         is_causal: query i stands at position kv_len - n + i and sees up to it; otherwise every
             query sees all positions.
         scale: factor on query times key.
@@ -101,10 +132,13 @@ def paged_attention(
 
     Returns:
         output like `query`, contiguous, zeros where nothing is seen; lse (B, n, num_q_heads)
-        float32, the logarithm of the sum of exp(score), -inf where nothing is seen.
+        float32, the natural logarithm of the sum of exp(score), -inf where nothing is seen. Sums
+        run in float32 and are rounded once; on a GPU the weights are rounded to the caches' dtype
+        before they meet the values.
 
     Raises:
-        ValueError: for a shape, dtype or size that does not fit, or a page id out of range.
+        ValueError: for a shape, dtype or device that does not fit, and on the CPU for a negative
+            length, too few pages or a page id out of range. A GPU attends to no such position.
     """
     output, lse = _OP(
         query, k_cache, v_cache, page_table, int64(kv_lens), is_causal, scale, sliding_window,

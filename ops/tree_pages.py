@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchvm.ops.checks import check_mask, check_tensor, int64, require
+from torchvm.ops.checks import check_live_mask, check_mask, check_tensor, int64, require
 from torchvm.ops.contracts import MaskRead, register_mask_reader
 from torchvm.ops.kernels.tree_blocks import read_tree_blocks
-from torchvm.ops.layout import TreeMaskMode, live_mask_numel, tree_mode
+from torchvm.ops.layout import TreeMaskMode, tree_mode
 from torchvm.ops.library import register_op
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ def _check(
     """Check all that needs no data."""
     require(n >= 1, lambda: f"num_draft_tokens must be >= 1, got {n}")
     require(page_size >= 1, lambda: f"page_size must be >= 1, got {page_size}")
-    batch, device = seq_lens.shape[0], seq_lens.device
+    batch, device = seq_lens.numel(), seq_lens.device
+    columns = page_table.shape[1] if page_table.dim() == 2 else 0
     check_tensor("seq_lens", seq_lens, device, batch)
-    check_tensor("page_table", page_table, device, batch, page_table.shape[-1], dtype=torch.int32)
+    check_tensor("page_table", page_table, device, batch, columns, dtype=torch.int32)
     check_mask(tree_mask, mode, batch, n, device=device)
 
 
@@ -61,9 +62,8 @@ def _cpu(
     """Check the lengths, which lie here, and expand."""
     _check(tree_mask, seq_lens, page_table, num_draft_tokens, page_size, tree_mask_mode)
     lengths, n = seq_lens.tolist(), num_draft_tokens
-    mode, held = tree_mode(tree_mask_mode), page_table.shape[1] * page_size
-    least = live_mask_numel(mode, len(lengths), n, sum(lengths))
-    require(min(lengths, default=0) >= 0, lambda: f"seq_lens must be >= 0, got {lengths}")
+    check_live_mask(tree_mask, tree_mode(tree_mask_mode), lengths, n)
+    held = page_table.shape[1] * page_size
     require(
         max(lengths, default=-n) + n <= held,
         lambda: (
@@ -71,14 +71,20 @@ def _cpu(
             f"got {held} positions"
         ),
     )
-    require(
-        tree_mask.numel() >= least,
-        lambda: (
-            f"tree_mask must be of at least {least} elements for {mode.name} with these "
-            f"seq_lens, got {tree_mask.numel()}"
-        ),
-    )
     return _expand(tree_mask, seq_lens, page_table, n, page_size, tree_mask_mode)
+
+
+def _cuda(
+    tree_mask: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    num_draft_tokens: int,
+    page_size: int,
+    tree_mask_mode: int,
+) -> tuple[Tensor, Tensor]:
+    """Expand: to look at the lengths would be to wait for them."""
+    _check(tree_mask, seq_lens, page_table, num_draft_tokens, page_size, tree_mask_mode)
+    return _expand(tree_mask, seq_lens, page_table, num_draft_tokens, page_size, tree_mask_mode)
 
 
 def _expand(
@@ -91,22 +97,27 @@ def _expand(
 ) -> tuple[Tensor, Tensor]:
     """Expand in tensor operations, none of which waits for a GPU.
 
-    Lengths that fit neither mask nor page table give slots that lie elsewhere in them.
+    Of any lengths: a node that stands at no position of the page table is seen by no node.
     """
-    n = num_draft_tokens
+    n, columns = num_draft_tokens, page_table.shape[1]
+    if columns == 0:
+        page_table = page_table.new_zeros(page_table.shape[0], 1)
+    node = torch.arange(n, device=seq_lens.device)
+    positions = seq_lens.unsqueeze(1) + node
+    held = (positions >= 0) & (positions < columns * page_size)
     visible = read_tree_blocks(tree_mask, tree_mode(tree_mask_mode), seq_lens, n)
-    positions = seq_lens.unsqueeze(1) + torch.arange(n, device=seq_lens.device)
-    pages = (positions // page_size).clamp_(0, max(page_table.shape[1] - 1, 0))
+    visible = visible & held.unsqueeze(1)
+    pages = (positions // page_size).clamp_(0, max(columns - 1, 0))
     slots = page_table.gather(1, pages).long() * page_size + positions % page_size
     # Stable, so what a node sees comes first and in the order of nodes.
     seen_first = (~visible).to(torch.uint8).argsort(dim=-1, stable=True)
     ordered = slots.unsqueeze(1).expand(-1, n, -1).gather(-1, seen_first)
     counts = visible.sum(-1)
-    past = torch.arange(n, device=seq_lens.device) >= counts.unsqueeze(-1)
+    past = node >= counts.unsqueeze(-1)
     return ordered.masked_fill(past, 0).int().flatten(0, 1), counts.flatten()
 
 
-_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _expand})
+_OP = register_op(_SCHEMA, fake=_fake, kernels={"CPU": _cpu, "CUDA": _cuda})
 
 register_mask_reader(
     "torchvm::expand_tree_pages",
@@ -144,7 +155,8 @@ def expand_tree_pages(
         node, 0 past those that are seen; counts (B * n,) int64: how many each node sees.
 
     Raises:
-        ValueError: for a shape, dtype or size that does not fit; on the CPU also for lengths.
+        ValueError: for a shape, dtype, size or device that does not fit, and on the CPU for
+            lengths that do not fit mask and page table. On a GPU nobody sees such nodes.
     """
     slots, counts = _OP(
         tree_mask, int64(seq_lens), page_table, num_draft_tokens, page_size, int(tree_mask_mode)

@@ -39,6 +39,20 @@ class Sparse(NamedTuple):
     sliding_window: int = 5
 
 
+class Paged(NamedTuple):
+    """Arguments of `paged_attention`, in order."""
+
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    kv_lens: Tensor
+    is_causal: bool
+    scale: float = SCALE
+    sliding_window: int = 0
+    logit_cap: float = 0.0
+
+
 class Linear(NamedTuple):
     """Arguments of `gated_delta_tree`, in order."""
 
@@ -143,6 +157,39 @@ def draw_sparse(
         query, caches[0], caches[1], table, positions, compressed[0], compressed[1], selected,
         sliding_window=window,
     )  # fmt: skip
+
+
+def draw_paged(
+    lengths: list[int],
+    n: int,
+    *,
+    causal: bool = True,
+    window: int = 0,
+    cap: float = 0.0,
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_dim: int = 20,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Paged:
+    """Requests of so many positions, n queries each; what lies before every window is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    read = [
+        list(range(max(length - n - window + 1, 0) if window else 0, length)) for length in lengths
+    ]
+    width = (kv_heads, head_dim)
+    caches, table = _paged(read, page_size, width, width, dtype=dtype, generator=generator)
+    # Pages before every window are live, whatever they hold.
+    spare = min(set(range(len(caches[0]))) - set(table.flatten().tolist()))
+    for row, length in zip(table, lengths, strict=True):
+        live = row[: -(-length // page_size)]
+        live[live < 0] = spare
+    query = torch.randn(len(lengths), n, heads, head_dim, generator=generator).to(dtype)
+    kv_lens = torch.tensor(lengths, dtype=torch.int64)
+    return Paged(
+        query, caches[0], caches[1], table, kv_lens, causal, sliding_window=window, logit_cap=cap
+    )
 
 
 def links_of(parents: list[int]) -> tuple[list[int], list[int]]:

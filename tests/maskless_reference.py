@@ -121,3 +121,39 @@ def gated_delta_tree(
                 states[b, i, h] = state.T
                 output[b, i, h] = scale * (state @ query[b, i, h].double())
     return output, states
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    is_causal: bool,
+    scale: float,
+    sliding_window: int = 0,
+    logit_cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Every head of every query against what it sees, and the logarithm of the sum."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64)
+    batch, n, heads, _ = query.shape
+    group = heads // k_cache.shape[2]
+    for b in range(batch):
+        row, length = page_table[b].tolist(), int(kv_lens[b])
+        for i in range(n):
+            own = length - n + i
+            seen = list(range(length))
+            if is_causal:
+                seen = [p for p in seen if p <= own < p + (sliding_window or math.inf)]
+            for h in range(heads) if seen else ():
+                keys, values = (
+                    [entry(cache, row, p)[h // group] for p in seen]
+                    for cache in (k_cache, v_cache)
+                )
+                scores = [scale * float(query[b, i, h].double() @ key) for key in keys]
+                if logit_cap:
+                    scores = [logit_cap * math.tanh(score / logit_cap) for score in scores]
+                out[b, i, h] = softmax_sum(scores, values)
+                lse[b, i, h] = math.log(sum(math.exp(score) for score in scores))
+    return out, lse

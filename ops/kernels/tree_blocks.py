@@ -22,7 +22,8 @@ def read_tree_blocks(
     Args:
         mask: 1-D bool or uint8, in the layout `mode`.
         mode: the layout.
-        seq_lens: (B,) int64. Lengths that do not fit the mask give cells of other rows.
+        seq_lens: (B,) int64; where a row begins in a FULL_MASK. A negative one counts as 0, and
+            cells that lie outside the mask are not set.
         num_draft_tokens: n.
 
     Returns:
@@ -33,11 +34,13 @@ def read_tree_blocks(
         size = int(tree_row_numel(mode, n))
         rows = mask[: batch * n * size].view(batch, n, size)
         return rows != 0 if mode is TreeMaskMode.QLEN_ONLY else unpack_rows(rows, n)
-    node = torch.arange(n, device=mask.device)
-    stride = (seq_lens + n)[:, None, None]
-    begin = request_offsets(seq_lens, n)[:-1, None, None] + seq_lens[:, None, None]
-    places = begin + node[:, None] * stride + node
-    return mask[places.clamp_(0, max(mask.numel() - 1, 0))] != 0
+    numel, node = mask.numel(), torch.arange(n, device=mask.device)
+    # Bounded, so that sums of garbage do not wrap back inside.
+    lengths = seq_lens.clamp(0, numel)
+    begin = request_offsets(lengths, n)[:-1] + lengths
+    places = begin[:, None, None] + node[:, None] * (lengths + n)[:, None, None] + node
+    cells = mask[places.clamp(max=max(numel - 1, 0))] != 0
+    return cells.logical_and_(places < numel)
 
 
 def unpack_rows(rows: Tensor, num_draft_tokens: int) -> Tensor:

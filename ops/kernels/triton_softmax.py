@@ -97,6 +97,13 @@ def mean_of(total: tl.tensor, weight: tl.tensor) -> tl.tensor:
     return total / tl.where(weight == 0, 1.0, weight)[:, None]
 
 
+@triton.jit
+def log_sum_of(largest: tl.tensor, weight: tl.tensor) -> tl.tensor:
+    """Natural logarithm of the sum of the weights; NOTHING for a row that saw nothing."""
+    power = largest + tl.log2(tl.where(weight == 0, 1.0, weight))
+    return tl.where(weight == 0, NOTHING, power / LOG2_E)
+
+
 def tile_shape(num_rows: int, width: int, itemsize: int, *, is_hip: bool) -> dict[str, int]:
     """Rows and keys of a tile, its warps and stages: what stays in registers at this width.
 
