@@ -49,7 +49,8 @@ def check_outputs_are_written(device: torch.device) -> None:
     case = draw_paged([0, 9, 1], 7, head_dim=18)
     out = torch.full(case.query.shape, torch.nan, device=device)
     lse = torch.full(case.query.shape[:3], torch.nan, device=device)
-    triton_paged.paged_attention(*to_device(case, device), out, lse)
+    given: list[Any] = [*to_device(case, device), out, lse]
+    triton_paged.paged_attention(*given)
     check_equal((out, lse), paged_attention._cpu(*case), torch.float32)
     assert torch.equal(out[0].cpu(), torch.zeros(7, 6, 18))
     assert bool((lse[0] == -torch.inf).all())
