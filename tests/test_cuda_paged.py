@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests import paged_launches as launches
+from tests.attention_reference import make_case, write_mask
 from tests.maskless_cases import draw_paged
 from tests.maskless_launches import check_equal, to_device
-from tests.test_attention import make_case, write_mask
 from torchvm.ops import paged_attention, tree_pages
 from torchvm.ops.layout import TreeMaskMode
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.test_attention import SCALE, Case, dense, make_case, write_mask
+from tests.attention_reference import SCALE, Case, dense, make_case, write_mask
 from torchvm.backends.base import VerifyBatch, VerifyConfig
 from torchvm.backends.flash_attention import FlashAttentionBackend
 from torchvm.backends.layers import GroupedQuery
@@ -203,11 +203,11 @@ def test_a_gpu_is_never_waited_for(mode: TreeMaskMode) -> None:
     """Fake tensors have no data: to read a number of them raises, as it would wait on a GPU."""
     for n, batch in ((5, 3), (40, 0)):
         with FakeTensorMode():
-            case = [
+            case = (
                 torch.empty(batch * n * (64 + n), dtype=torch.uint8),
                 torch.empty(batch, dtype=torch.int64),
                 torch.empty(batch, 4, dtype=torch.int32),
-            ]
+            )
             slots, counts = tree_pages._cuda(*case, n, 16, int(mode))
             assert (slots.shape, counts.shape) == ((batch * n, n), (batch * n,))
             with pytest.raises(Exception, match="_local_scalar_dense"):
