@@ -80,6 +80,11 @@ class AttentionBackend(ABC):
 
     @property
     @abstractmethod
+    def config(self) -> VerifyConfig:
+        """What it was made for."""
+
+    @property
+    @abstractmethod
     def verifier(self) -> AttentionBackend:
         """The back end whose kernels run verify on the mask: itself, unless it dispatches."""
 
@@ -91,7 +96,7 @@ class AttentionBackend(ABC):
     @property
     @abstractmethod
     def mask_dtype(self) -> torch.dtype:
-        """Elements of the mask: torch.bool or torch.uint8."""
+        """Elements of a mask that is not packed: torch.bool or torch.uint8."""
 
     @property
     @abstractmethod
@@ -128,6 +133,9 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward_verify(self, layer: LayerInputs, metadata: Any) -> Tensor:
         """Attend the n nodes of each request, in one layer.
+
+        A vendor's kernel takes the place of the op that a back end calls here, and gets a contract
+        (`register_mask_reader`) if it is given the mask.
 
         Args:
             layer: the layer's queries and caches; the nodes' own keys already stand behind the

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchvm.backends.base import AttentionBackend, VerifyBatch
+from torchvm.backends.base import AttentionBackend, VerifyBatch, VerifyConfig
 from torchvm.backends.calls import (
     gated_delta_tree,
     mla_attention,
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHAIN", "ChainBackend"]
 
+_SIZES = VerifyConfig(num_draft_tokens=1, max_context_len=0, topk=1)
+
 
 class ChainBackend(AttentionBackend):
     """Node i follows node i - 1, whatever the batch's mask and links say. It owns no mask."""
@@ -31,6 +33,11 @@ class ChainBackend(AttentionBackend):
     def name(self) -> str:
         """No command line offers it."""
         return "chain"
+
+    @property
+    def config(self) -> VerifyConfig:
+        """Chains; other sizes are of no consequence."""
+        return _SIZES
 
     @property
     def verifier(self) -> AttentionBackend:

@@ -10,6 +10,7 @@ import torchvm.ops.packed_attention
 import torchvm.ops.packed_mask  # noqa: F401 - these register the ops
 from torchvm.backends.layers import GroupedQuery, LayerInputs, of_kind
 from torchvm.backends.leaf import LeafBackend
+from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,7 @@ class FlashInferBackend(LeafBackend):
     """`torchvm::pack_mask_bits`, which reads a FULL_MASK, and `torchvm::packed_attention`."""
 
     label = "flashinfer"
+    modes = frozenset({TreeMaskMode.FULL_MASK})
 
     @property
     def is_read(self) -> bool:
@@ -40,7 +42,8 @@ class FlashInferBackend(LeafBackend):
         return True
 
     def init_forward_metadata(self, batch: VerifyBatch) -> PackedMetadata:
-        """Pack the mask."""
+        """Pack the mask, which must be one that has a prefix."""
+        self.require_mode(batch.tree_mask_mode)
         packed_mask, mask_indptr = torch.ops.torchvm.pack_mask_bits(
             batch.tree_mask, batch.seq_lens, batch.positions.shape[1], self.config.max_context_len
         )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from torchvm.backends.base import VerifyBatch
+    from torchvm.backends.base import VerifyBatch, VerifyConfig
     from torchvm.backends.layers import LayerInputs, LayerKind
     from torchvm.ops.tree import DraftTree
     from torchvm.verify_mask import VerifyMask
@@ -22,8 +22,8 @@ class HybridAttnBackend(AttentionBackend):
     """Forwards every member to the child that runs verify; the other child owns no mask.
 
     Args:
-        prefill: attends for prompts.
-        decode: attends for decoding steps.
+        prefill: the engine's back end for prompts.
+        decode: its back end for decoding steps.
         speculative_attention_mode: "decode" verifies on the decode child, "prefill" on the other.
 
     Raises:
@@ -54,6 +54,11 @@ class HybridAttnBackend(AttentionBackend):
             for child in (self.prefill, self.decode)
         ]
         return f"hybrid-attention({', '.join(names)})"
+
+    @property
+    def config(self) -> VerifyConfig:
+        """The verifying child's."""
+        return self._child.config
 
     @property
     def verifier(self) -> AttentionBackend:

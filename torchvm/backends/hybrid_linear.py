@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from torchvm.backends.base import VerifyBatch
+    from torchvm.backends.base import VerifyBatch, VerifyConfig
     from torchvm.backends.layers import LayerInputs
     from torchvm.ops.tree import DraftTree
     from torchvm.verify_mask import VerifyMask
@@ -34,7 +34,8 @@ class HybridLinearAttnBackend(AttentionBackend):
         linear: runs the recurrence of the others.
 
     Raises:
-        ValueError: when the children's kinds of layer are not these.
+        ValueError: when the children's kinds of layer are not these, or they are made for trees
+            of different sizes.
     """
 
     def __init__(self, full: AttentionBackend, linear: AttentionBackend) -> None:
@@ -42,12 +43,22 @@ class HybridLinearAttnBackend(AttentionBackend):
             raise ValueError(f"full must attend with a cache, got {full.name!r}")
         if LayerKind.recurrent not in linear.layer_kinds:
             raise ValueError(f"linear must be a back end of linear layers, got {linear.name!r}")
+        sizes = [(c.config.topk, c.config.num_draft_tokens) for c in (full, linear)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"full and linear must be made for the same topk and num_draft_tokens, got {sizes}"
+            )
         self.full, self.linear = full, linear
 
     @property
     def name(self) -> str:
         """Both children."""
         return f"hybrid-linear({self.full.name}, {self.linear.name})"
+
+    @property
+    def config(self) -> VerifyConfig:
+        """Both children's, up to their masks."""
+        return self.full.config
 
     @property
     def verifier(self) -> AttentionBackend:

@@ -1,4 +1,4 @@
-"""A back end with kernels of its own: it owns its mask."""
+"""A back end with kernels of its own, which owns the mask that they read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from torchvm.backends.base import AttentionBackend, VerifyConfig
 from torchvm.backends.layers import LayerKind
-from torchvm.verify_mask import VerifyMask, maybe_create_verify_mask
+from torchvm.ops.layout import TreeMaskMode, tree_mode
+from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 if TYPE_CHECKING:
     from torchvm.ops.tree import DraftTree
@@ -31,6 +32,8 @@ class LeafBackend(AttentionBackend):
     dtype: ClassVar[torch.dtype] = torch.bool
     takes_trees: ClassVar[bool] = True
     """Whether its kernels can tell siblings apart."""
+    modes: ClassVar[frozenset[TreeMaskMode]] = frozenset(TreeMaskMode)
+    """Layouts that its kernels understand, when they read the mask."""
     label: ClassVar[str]
 
     def __init__(self, config: VerifyConfig) -> None:
@@ -41,18 +44,25 @@ class LeafBackend(AttentionBackend):
 
             raise ValueError(
                 f"topk must be 1 for the back end {self.label!r}, whose kernels read no mask and "
-                f"verify chains alone, got {config.topk}: trees are verified by "
-                f"{', '.join(tree_backends())}"
+                f"verify chains alone, got {config.topk}: trees are verified, in "
+                f"{LayerKind.grouped_query} layers, by {', '.join(tree_backends())}"
             )
-        self.config = config
+        self._config = config
         # Compiled code is guarded on what it looks at, and need not know any other topk.
         self.is_chain = config.topk == 1
         self._verify_mask: VerifyMask | None = None
+        if config.tree_mask_mode is not None:
+            self.require_mode(config.tree_mask_mode)
 
     @property
     def name(self) -> str:
         """The class's label."""
         return self.label
+
+    @property
+    def config(self) -> VerifyConfig:
+        """What it was made for."""
+        return self._config
 
     @property
     def verifier(self) -> AttentionBackend:
@@ -94,8 +104,23 @@ class LeafBackend(AttentionBackend):
             device=self.config.device,
             is_read=self.is_read,
             dtype=self.dtype,
-            mode=self.config.tree_mask_mode,
+            mode=self._mode(),
         )
+
+    def require_mode(self, mode: int) -> None:
+        """Raise ValueError for a layout that the kernels would misread."""
+        if self.is_read and mode not in self.modes:
+            names = " or ".join(known.name for known in sorted(self.modes))
+            raise ValueError(
+                f"tree_mask_mode must be {names} for the back end {self.label!r}, "
+                f"got {tree_mode(mode).name}"
+            )
+
+    def _mode(self) -> TreeMaskMode | None:
+        """The config's, or FULL_MASK where the default of the device would be misread."""
+        mode, default = self.config.tree_mask_mode, default_tree_mask_mode(self.config.device)
+        misread = self.is_read and default not in self.modes
+        return TreeMaskMode.FULL_MASK if mode is None and misread else mode
 
     def update_verify_buffers_to_fill_after_draft(self, tree: DraftTree) -> None:
         """Do nothing: builds write the mask in place."""

@@ -27,7 +27,7 @@ class Links(NamedTuple):
 
 
 class LinearAttnBackend(LeafBackend):
-    """`torchvm::gated_delta_tree`. Links, no mask: it owns a buffer of links instead.
+    """`torchvm::gated_delta_tree`. It owns no mask but a buffer of links.
 
     Metadata that is made while the draft still runs refers to that buffer, and the draft's links
     have to be copied there before the forward: `update_verify_buffers_to_fill_after_draft`.

@@ -38,6 +38,6 @@ class FlashMLABackend(LeafBackend):
 
 
 class TRTLLMMLABackend(FlashMLABackend):
-    """TensorRT-LLM's kernel has the same contract; a vendor's call would go here."""
+    """TensorRT-LLM's kernel has the same contract as FlashMLA's."""
 
     label = "trtllm-mla"

@@ -10,6 +10,7 @@ import torchvm.ops.unified_attention  # noqa: F401 - registers the op
 from torchvm.backends.calls import tree_attention
 from torchvm.backends.layers import GroupedQuery, LayerInputs, of_kind
 from torchvm.backends.leaf import LeafBackend
+from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,12 @@ class TritonUnifiedBackend(TritonBackend):
     """One stage: `torchvm::unified_attention`, which looks every position up in a FULL_MASK."""
 
     label = "triton-unified"
+    modes = frozenset({TreeMaskMode.FULL_MASK})
+
+    def init_forward_metadata(self, batch: VerifyBatch) -> VerifyBatch:
+        """Refuse a layout that would be misread."""
+        self.require_mode(batch.tree_mask_mode)
+        return batch
 
     def forward_verify(self, layer: LayerInputs, metadata: VerifyBatch) -> Tensor:
         """Attend prefix and tree alike."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 
-from torchvm.backends.base import AttentionBackend, VerifyBatch
+from torchvm.backends.base import AttentionBackend, VerifyBatch, VerifyConfig
 from torchvm.backends.layers import split_layer
 from torchvm.ops.layout import TreeMaskMode, live_mask_numel, tree_mode
 from torchvm.ops.tree import DraftTree
@@ -34,7 +35,8 @@ def split_batch(batch: VerifyBatch, bs: int) -> tuple[VerifyBatch, VerifyBatch]:
     A FULL_MASK is cut at `n * sum(seq_lens[:bs]) + bs * n * n`, a compact one at bs requests.
 
     Raises:
-        ValueError: for a FULL_MASK without `seq_lens_cpu`, or one that is shorter than the batch.
+        ValueError: for a FULL_MASK without `seq_lens_cpu`, lengths that are not the batch's, or a
+            mask that is shorter than the batch.
     """
     n, total = batch.positions.shape[1], batch.seq_lens.shape[0]
     masks: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -45,7 +47,8 @@ def split_batch(batch: VerifyBatch, bs: int) -> tuple[VerifyBatch, VerifyBatch]:
             raise ValueError(
                 "seq_lens_cpu must be the lengths on the host to split a FULL_MASK, got None"
             )
-        known = lengths or [0] * total
+        known = [0] * total if lengths is None else list(lengths)
+        _check_lengths(known if lengths is not None else None, batch.seq_lens)
         middle = int(live_mask_numel(mode, bs, n, sum(known[:bs])))
         end = int(live_mask_numel(mode, total, n, sum(known)))
         if batch.tree_mask.numel() < end:
@@ -75,21 +78,31 @@ class TboAttnBackend(AttentionBackend):
         children: two like the primary, made with `owns_mask=False`.
 
     Raises:
-        ValueError: when the children are not two, or not back ends of the primary's name.
+        ValueError: when the children are not two of the primary's type, name and config, their
+            ownership aside.
     """
 
     def __init__(
         self, primary: AttentionBackend, children: tuple[AttentionBackend, AttentionBackend]
     ) -> None:
-        names = [child.name for child in children]
-        if names != [primary.name] * 2:
-            raise ValueError(f"children must be two {primary.name!r} back ends, got {names}")
+        alike = [_likeness(child) == _likeness(primary) for child in children]
+        if alike != [True, True]:
+            raise ValueError(
+                f"children must be two {primary.name!r} back ends made like the primary but for "
+                f"owns_mask, got {[child.name for child in children]}"
+            )
         self.primary, self.children = primary, children
+        self._first_bs: int | None = None
 
     @property
     def name(self) -> str:
         """The primary's, and how it runs."""
         return f"two-batch({self.primary.name})"
+
+    @property
+    def config(self) -> VerifyConfig:
+        """The primary's."""
+        return self.primary.config
 
     @property
     def verifier(self) -> AttentionBackend:
@@ -131,21 +144,24 @@ class TboAttnBackend(AttentionBackend):
         """Make the children's, each for its half."""
         total = batch.seq_lens.shape[0]
         if total < len(self.children):
+            self._first_bs = 0
             return TboMetadata(total, None, self.primary.init_forward_metadata(batch))
-        first_bs = total // 2
+        self._first_bs = first_bs = total // 2
         first, second = self.children
         half, other = split_batch(batch, first_bs)
         children = first.init_forward_metadata(half), second.init_forward_metadata(other)
         return TboMetadata(first_bs, children, None)
 
     def update_verify_buffers_to_fill_after_draft(self, tree: DraftTree) -> None:
-        """Tell the primary, and each child of its half."""
+        """Tell the primary, and each child of its part.
+
+        The cut is that of the metadata, which may be of more requests: those that pad the batch.
+        """
         self.primary.update_verify_buffers_to_fill_after_draft(tree)
         total = tree.retrieve_next_token.shape[0]
-        if total < len(self.children):
-            return
+        first_bs = total // 2 if self._first_bs is None else self._first_bs
         for child, part in zip(
-            self.children, (slice(total // 2), slice(total // 2, None)), strict=True
+            self.children, (slice(first_bs), slice(first_bs, None)), strict=True
         ):
             child.update_verify_buffers_to_fill_after_draft(_part_of(tree, part))
 
@@ -160,6 +176,21 @@ class TboAttnBackend(AttentionBackend):
                 for child, half, own in zip(self.children, halves, metadata.children, strict=True)
             ]
         )
+
+
+def _likeness(backend: AttentionBackend) -> tuple[object, ...]:
+    """What two back ends must have in common to run the same kernels."""
+    config = msgspec.structs.replace(backend.config, owns_mask=True)
+    return type(backend), backend.name, config
+
+
+def _check_lengths(lengths: list[int] | None, seq_lens: Tensor) -> None:
+    """Require host lengths to be those of the batch, as far as that is known without waiting."""
+    if lengths is None:
+        return
+    on_host = seq_lens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if len(lengths) != seq_lens.shape[0] or (on_host and lengths != seq_lens.tolist()):
+        raise ValueError(f"seq_lens_cpu must be the batch's seq_lens, got {lengths}")
 
 
 def _part_of(tree: DraftTree, part: slice) -> DraftTree:
