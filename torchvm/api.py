@@ -16,6 +16,7 @@ from torchvm.ops.mla_attention import mla_attention
 from torchvm.ops.packed_attention import packed_attention
 from torchvm.ops.packed_mask import PackedMask, pack_mask_bits
 from torchvm.ops.paged_attention import merge_attention, paged_attention
+from torchvm.ops.sampling import verify_tree_sampling
 from torchvm.ops.sparse_attention import sparse_window_attention
 from torchvm.ops.tree import DraftTree, build_tree, build_tree_from_parents
 from torchvm.ops.tree_pages import expand_tree_pages
@@ -32,6 +33,8 @@ from torchvm.verify_mask import (
     mask_for_batch,
     maybe_create_verify_mask,
 )
+from torchvm.sampling import sampling_probs
+from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 __all__ = [
     "BatchMask",
@@ -77,6 +80,7 @@ __all__ = [
     "plan_verify_mask",
     "register_mask_reader",
     "reports",
+    "sampling_probs",
     "select_draft_candidates",
     "sparse_window_attention",
     "testing",
@@ -85,4 +89,5 @@ __all__ = [
     "tree_mask_numel",
     "unified_attention",
     "verify_tree_greedy",
+    "verify_tree_sampling",
 ]
