@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,11 +33,12 @@ class Case(NamedTuple):
 
     def expected(self) -> dict[str, list[list[int]] | list[int]]:
         """What the oracle makes of it."""
-        return verify_sampling(*(v.tolist() if isinstance(v, torch.Tensor) else v for v in self))
+        rows: list[Any] = [v.tolist() if isinstance(v, torch.Tensor) else v for v in self]
+        return verify_sampling(*rows)
 
     def to(self, device: torch.device) -> Case:
         """The same on another device."""
-        return Case(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in self))
+        return Case._make([v.to(device) if isinstance(v, torch.Tensor) else v for v in self])
 
 
 def links(rng: random.Random, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,9 +75,11 @@ def draw_case(rng: random.Random, size: int, n: int, vocab: int, *, wild: bool =
             torch.tensor([rng.choice(drawn) for _ in range(size)], dtype=torch.int64).view(size, n)
             for _ in range(2)
         )
-        strange = [rng.choice((i, i, rng.randint(-2, size * n + 1), 2**62)) for i in index.ravel()]
+        strange = [
+            rng.choice((*[i] * 6, rng.randint(-2, size * n + 1), 2**62)) for i in index.ravel()
+        ]
         index = torch.tensor([int(i) for i in strange], dtype=torch.int64).view(size, n)
-        tokens = [rng.choice((t, t, t, -1, vocab, 2**62, -(2**63))) for t in tokens]
+        tokens = [rng.choice((*[t] * 12, -1, vocab, 2**62, -(2**63))) for t in tokens]
     thresholds = (1.0, 1.0, rng.choice((0.25, 0.5, 0.9)))
     return Case(
         torch.tensor(tokens, dtype=torch.int64).view(size, n), index, children, siblings,

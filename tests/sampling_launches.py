@@ -85,4 +85,4 @@ def check_strided(device: torch.device) -> None:
     case = draw_case(rng, 3, 5, 6)
     strided = [t.mT.contiguous().mT if t.dim() > 1 else t for t in case[:7]]
     assert not strided[0].is_contiguous()
-    check_case(Case(*strided, *case[7:]), device)
+    check_case(Case._make([*strided, *case[7:]]), device)

@@ -18,6 +18,7 @@ from tests.sampling_launches import ODD
 if TYPE_CHECKING:
     from torch import Tensor
 
+VERIFY_AS_USERS_DO: Any = torchvm.verify_tree_sampling
 VERIFY = torch.ops.torchvm.verify_tree_sampling.default
 ALMOST_ONE = 1 - 2.0**-24
 # A root with children 1 and 2, the first of which has child 3.
@@ -132,14 +133,14 @@ def test_small_trees(changes: dict[str, Any], predicts: list[int], path: list[in
     check_outputs(list(VERIFY(*case)), case.expected())
 
 
-@pytest.mark.parametrize("wild", [False, True])
-def test_random_trees(wild: bool) -> None:
+@pytest.mark.parametrize(("wild", "least"), [(False, 500), (True, 100)])
+def test_random_trees(wild: bool, least: int) -> None:
     rng = random.Random(7)  # noqa: S311
     accepted = sum(
         _check(draw_case(rng, rng.randint(0, 4), rng.randint(1, 12), rng.randint(1, 9), wild=wild))
         for _ in range(600)
     )
-    assert accepted > 300
+    assert accepted > least
 
 
 @pytest.mark.parametrize(("n", "vocab"), [(33, 40), (129, 17), (5, 4097)])
@@ -174,9 +175,9 @@ def test_one_hot_is_greedy() -> None:
         )
         want = torchvm.verify_tree_greedy(*tree, target.view(size, n), max_accept=case.max_accept)  # type: ignore[misc, arg-type]
         probs = torch.nn.functional.one_hot(node_target, 3).float()
-        found = torchvm.verify_tree_sampling(
+        found = VERIFY_AS_USERS_DO(
             *tree, probs, case.coins, case.coins_for_final, max_accept=case.max_accept
-        )  # type: ignore[misc, call-arg]
+        )
         assert isinstance(found, torchvm.Verification)
         assert all(map(torch.equal, found, want))
         accepted += int(found.accept_token_num.sum())
@@ -224,9 +225,7 @@ def test_fake_keeps_sizes_symbolic() -> None:
 def test_compiles_once_for_every_size() -> None:
     def step(logits: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         probs = torchvm.sampling_probs(logits, temperature=0.7, top_k=3, top_p=0.9)
-        return tuple(
-            torchvm.verify_tree_sampling(*rest[:4], probs, *rest[4:], max_accept=3)  # type: ignore[call-arg, misc]
-        )
+        return tuple(VERIFY_AS_USERS_DO(*rest[:4], probs, *rest[4:], max_accept=3))
 
     compiled = torch.compile(step, dynamic=True, fullgraph=True, backend="aot_eager")
     with torch.compiler.set_stance("default"), torch._dynamo.config.patch(error_on_recompile=True):

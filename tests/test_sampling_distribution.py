@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -120,9 +120,10 @@ def _reference(wrong: Wrong | None) -> Verify:
     """The oracle, or a wrong rule, on tensors."""
 
     def verify(*inputs: Tensor, max_accept: int) -> list[Tensor]:
-        rows = (tensor.tolist() for tensor in inputs)
-        found = verify_sampling(*rows, max_accept, wrong=wrong)
-        return [torch.tensor(rows, dtype=torch.int32) for rows in found.values()]
+        rows: list[Any] = [tensor.tolist() for tensor in inputs]
+        rule: Any = verify_sampling
+        found = rule(*rows, max_accept=max_accept, wrong=wrong)
+        return [torch.tensor(row, dtype=torch.int32) for row in found.values()]
 
     return verify
 
@@ -145,7 +146,7 @@ def test_a_wrong_rule_does_not_fit(wrong: Wrong, draft: str) -> None:
 @pytest.mark.parametrize("threshold", ["threshold_single", "threshold_acc"])
 def test_thresholds_below_one_lean_towards_the_drafts(threshold: str) -> None:
     def verify(*inputs: Tensor, max_accept: int) -> Sequence[Tensor]:
-        return verify_tree_sampling(*inputs, max_accept=max_accept, **{threshold: 0.2})  # type: ignore[arg-type, misc]
+        return verify_tree_sampling(*inputs, max_accept=max_accept, **{threshold: 0.2})  # type: ignore[arg-type]
 
     target = transitions(temperature=1.0)
     assert fits(verify, target, "tree", seed=17)[0].p < 1e-6

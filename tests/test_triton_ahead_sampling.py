@@ -56,7 +56,7 @@ def test_uses_few_registers_and_no_local_memory(target: str, n: int, vocab: int)
     registers, local = _amd_usage(asm["amdgcn"]) if is_hip else _nvidia_usage(asm["cubin"])
     assert 0 < registers <= 255
     assert local == 0
-    assert 0 < compiled.metadata.shared <= (64 if is_hip else 227) << 10
+    assert compiled.metadata.shared <= (64 if is_hip else 227) << 10
 
 
 def test_tiles_cover_every_vocabulary() -> None:

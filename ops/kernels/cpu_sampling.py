@@ -104,11 +104,15 @@ def _draw(
         node = sibling[node]
     mass = weights.sum()
     if mass == 0:
-        return _most_probable(probs, vocab, candidates, sibling, first, count)
-    ticks = 0
-    if coin > ZERO:
-        ticks = min(np.int64(min(coin, ONE) * f32(1 << COIN_BITS)), (1 << COIN_BITS) - 1)
-    low = mass & ((1 << COIN_BITS) - 1)
+        found: int = _most_probable(probs, vocab, candidates, sibling, first, count)
+        return found
+    most = np.int64((1 << COIN_BITS) - 1)
+    ticks = np.int64(0)
+    if coin >= ONE:
+        ticks = most
+    elif coin > ZERO:
+        ticks = np.int64(coin * f32(1 << COIN_BITS))
+    low = mass & most
     # floor(mass * ticks / 2 ** 24), which is less than the mass, in 62 bits.
     left = (mass >> COIN_BITS) * ticks + (low * ticks >> COIN_BITS)
     token = 0
