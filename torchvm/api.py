@@ -25,6 +25,7 @@ from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
 from torchvm.passes.report import MaskReport, Reason
 from torchvm.planning import MaskPlan, plan_verify_mask
+from torchvm.sampling import sampling_probs
 from torchvm.verify_mask import (
     BatchMask,
     MaskSource,
@@ -33,8 +34,6 @@ from torchvm.verify_mask import (
     mask_for_batch,
     maybe_create_verify_mask,
 )
-from torchvm.sampling import sampling_probs
-from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 __all__ = [
     "BatchMask",
