@@ -113,25 +113,25 @@ def test_a_flipped_declaration_is_found(
 
 def test_rows_that_differ_have_other_readers() -> None:
     """Where two rows of the table claim different things, two graphs show why."""
-
-    def rows(leaf: type[Any]) -> dict[int, Any]:
-        return {topk: TABLE[x, topk][0::2] for x, topk in TABLE if x is leaf}
-
-    def graphs(leaf: type[Any]) -> dict[int, Any]:
-        plans = {topk: planned(leaf, topk) for x, topk in TABLE if x is leaf}
-        return {topk: [(r.op, r.reads) for r in plan.readers] for topk, plan in plans.items()}
-
-    differing = [(a, b) for a in LEAVES for b in LEAVES if rows(a) != rows(b)]
-    assert differing
-    assert all(graphs(a) != graphs(b) for a, b in differing)
+    compared = 0
+    for (leaf, topk), row in TABLE.items():
+        for (other, other_topk), other_row in TABLE.items():
+            # What is declared of reading, and what is read.
+            if topk == other_topk and row[0::2] != other_row[0::2]:
+                graphs = [
+                    [(r.op, r.reads) for r in planned(x, topk).readers] for x in (leaf, other)
+                ]
+                assert graphs[0] != graphs[1], (leaf, other, topk)
+                compared += 1
+    assert compared > 20
 
 
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if not leaf.takes_trees])
 def test_kernels_without_a_mask_verify_chains_alone(leaf: type[Any]) -> None:
     message = (
         f"topk must be 1 for the back end '{leaf.label}', whose kernels read no mask and verify "
-        "chains alone, got 2: trees are verified by cpu, triton, triton-unified, "
-        "flash-attention, flashinfer"
+        "chains alone, got 2: trees are verified, in grouped-query layers, by cpu, triton, "
+        "triton-unified, flash-attention, flashinfer"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         leaf(config(2))
@@ -160,7 +160,8 @@ def test_the_mask_has_one_address_and_the_planned_layout(leaf: type[Any]) -> Non
     assert leaf(config(1)).verify_mask is None
     backend.init_cuda_graph_state(5)
     mask = backend.verify_mask
-    default = QLEN  # Both the CPU's default and that of a mask that is unread.
+    # The CPU's default, and that of an unread mask; but what is only read in full is full.
+    default = FULL if backend.is_read and QLEN not in leaf.modes else QLEN
     assert mask.buffer.numel() == mask_storage(default, 5, N, 32)[0]
     assert (mask.max_bs, mask.mode, mask.is_read) == (5, default, backend.is_read)
     assert mask.buffer.dtype == backend.mask_dtype
@@ -209,6 +210,21 @@ def test_a_model_of_other_layers_is_refused() -> None:
             start_verifier(model, backend, config=config(1), max_bs=1, mask_mode=FULL)
     with pytest.raises(ValueError, match="got 'cpu', which attends in grouped-query"):
         start_verifier(model, None, config=config(1), max_bs=1, mask_mode=FULL)
+
+
+@pytest.mark.parametrize("leaf", [TritonUnifiedBackend, FlashInferBackend])
+def test_what_reads_prefixes_refuses_a_mask_without_them(leaf: type[Any]) -> None:
+    message = rf"tree_mask_mode must be FULL_MASK for the back end '{leaf.label}', got QLEN_ONLY"
+    with pytest.raises(ValueError, match=message):
+        leaf(config(2, tree_mask_mode=QLEN))
+    backend = leaf(config(2, max_context_len=32))
+    lengths = torch.tensor([3])
+    batch = VerifyBatch(
+        torch.zeros(1, 1, dtype=torch.int32), 16, lengths, lengths + torch.arange(N).view(1, N),
+        torch.ones(N * N, dtype=torch.bool), int(QLEN),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        backend.init_forward_metadata(batch)
 
 
 def test_flash_attention_refuses_windows_of_trees() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from torchvm.backends.registry import BACKENDS
 from torchvm.tools import cli
 from torchvm.tools.cli import app
 
@@ -78,6 +79,11 @@ def test_the_ledger_as_json() -> None:
     assert (by_step["backend"], by_step["declares_read"]) == ("cpu", None)
 
 
+def test_help_names_every_back_end() -> None:
+    shown = CliRunner().invoke(app, ["generate", "--help"]).stdout
+    assert ",".join(sorted(BACKENDS)) in "".join(shown.split()).replace("│", "")
+
+
 def test_a_stop_string_ends_the_text_before_it() -> None:
     whole = json.loads(generated("--json", "--no-compare"))
     text = whole["text"]
@@ -105,6 +111,10 @@ def test_a_stream_shows_the_text_once() -> None:
         (("--backend", "cuda"), "backend must be one of cpu, triton, triton-unified"),
         (("--backend", "flashmla"), "topk must be 1 for the back end 'flashmla'"),
         (("--stream", "--json"), "--stream prints text: leave --json out"),
+        (
+            ("--backend", "cpu", "--mask-mode", "qlen"),
+            "--mask-mode is for the step's own mask: leave it or --backend out",
+        ),
         (("--stop", ""), "--stop must be a text, got an empty one"),
         (("--max-context-len", "9000"), "max_context_len must be at most the model's 8192"),
         (("--chat",), "--chat needs a model with a chat template: use --raw"),

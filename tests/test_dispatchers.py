@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from torchvm.backends.base import AttentionBackend, VerifyBatch, VerifyConfig
+from torchvm.backends.chain import CHAIN
 from torchvm.backends.cpu import CPUBackend
 from torchvm.backends.flash_attention import FlashAttentionBackend
 from torchvm.backends.flashinfer import FlashInferBackend
 from torchvm.backends.hybrid_attention import HybridAttnBackend
 from torchvm.backends.hybrid_linear import HybridLinearAttnBackend
-from torchvm.backends.layers import GroupedQuery, LayerKind, Recurrent
+from torchvm.backends.layers import GroupedQuery, LayerKind, Recurrent, split_layer
 from torchvm.backends.linear import LinearAttnBackend
 from torchvm.backends.triton import TritonBackend, TritonUnifiedBackend
 from torchvm.backends.two_batch import TboAttnBackend, split_batch
@@ -24,7 +25,7 @@ from torchvm.ops.tree import DraftTree, build_tree_from_parents
 
 FULL, QLEN, PACKED = TreeMaskMode
 N, CONTEXT = 6, 24
-MEMBERS = sorted(AttentionBackend.__abstractmethods__)
+MEMBERS = sorted(name for name in vars(AttentionBackend) if not name.startswith("_"))
 
 
 def config(**options: Any) -> VerifyConfig:
@@ -67,59 +68,87 @@ def recurrent(bs: int, seed: int = 2) -> Recurrent:
 
 
 class Log(list[str]):
-    """Names of the members that were used."""
+    """Names of the members that were used, of one child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Any = object()
 
 
 def recorder(log: Log, kind: LayerKind = LayerKind.grouped_query) -> Any:
     """Make a child that has exactly the contract's members, present and future, and logs them."""
-    answers: dict[str, Any] = {"name": "recorder", "layer_kinds": frozenset({kind})}
+    answers: dict[str, Any] = {
+        "name": "recorder", "layer_kinds": frozenset({kind}), "config": config(),
+    }  # fmt: skip
     body: dict[str, Any] = {}
     for name in MEMBERS:
         if isinstance(inspect.getattr_static(AttentionBackend, name), property):
 
             def get(self: Any, name: str = name) -> Any:
-                log.append(name)
-                return answers.get(name, self if name == "verifier" else None)
+                self.log.append(name)
+                own = {"verifier": self, "verify_mask": self.log.mask}
+                return {**own, **answers}.get(name)
 
             body[name] = property(get)
         else:
 
-            def call(*arguments: Any, name: str = name) -> Any:
-                log.append(name)
-                return arguments[1].query if name == "forward_verify" else None
+            def call(self: Any, *arguments: Any, name: str = name) -> Any:
+                self.log.append(name)
+                return arguments[0].query if name == "forward_verify" else None
 
             body[name] = call
-    return type("Recorder", (AttentionBackend,), body)()
+    return recorder_like(type("Recorder", (AttentionBackend,), body), log)
 
 
-def dispatchers(log: Log) -> dict[str, AttentionBackend]:
-    other = Log()
+def recorder_like(kind: Any, log: Log) -> Any:
+    """Make another child of a type."""
+    made = kind()
+    made.log = log
+    return made
+
+
+def dispatchers() -> dict[str, tuple[AttentionBackend, list[Log], list[Log], list[Log]]]:
+    """Each with the logs of who must be asked, who may be asked, and who must not be."""
+    logs = [Log() for _ in range(9)]
+    kinds = [LayerKind.grouped_query] * 8 + [LayerKind.recurrent]
+    made = [recorder(log, kind) for log, kind in zip(logs, kinds, strict=True)]
+    # Children of two-batch overlap own no mask.
+    logs[5].mask = logs[6].mask = None
+    decode = HybridAttnBackend(made[0], made[1], speculative_attention_mode="decode")
+    prefill = HybridAttnBackend(made[2], made[3], speculative_attention_mode="prefill")
+    alike = type(made[4])
+    halves = [recorder_like(alike, logs[i]) for i in (5, 6)]
     return {
-        "decode": HybridAttnBackend(
-            recorder(other), recorder(log), speculative_attention_mode="decode"
-        ),
-        "prefill": HybridAttnBackend(
-            recorder(log), recorder(other), speculative_attention_mode="prefill"
-        ),
-        "two-batch": TboAttnBackend(recorder(log), (recorder(log), recorder(log))),
-        "hybrid-linear": HybridLinearAttnBackend(
-            recorder(log), recorder(log, LayerKind.recurrent)
-        ),
+        "decode": (decode, [logs[1]], [], [logs[0]]),
+        "prefill": (prefill, [logs[2]], [], [logs[3]]),
+        "two-batch": (TboAttnBackend(made[4], (halves[0], halves[1])), [logs[4]], logs[5:7], []),
+        "hybrid-linear": (HybridLinearAttnBackend(made[7], made[8]), [logs[7]], [logs[8]], []),
     }
+
+
+# Members that two-batch overlap asks of its children, and others of both of theirs.
+OF_CHILDREN = {
+    "init_forward_metadata", "forward_verify", "update_verify_buffers_to_fill_after_draft",
+    "init_cuda_graph_state",
+}  # fmt: skip
+OF_CHILDREN_ALONE = {"init_forward_metadata", "forward_verify"}
 
 
 @pytest.mark.parametrize("member", MEMBERS)
 @pytest.mark.parametrize("which", ["decode", "prefill", "two-batch", "hybrid-linear"])
 def test_every_member_reaches_the_child(which: str, member: str) -> None:
     """Members are taken from the contract, so one that is added later is tested too."""
-    log = Log()
-    dispatcher = dispatchers(log)[which]
+    assert member in AttentionBackend.__abstractmethods__, "an answer that children would lose"
+    dispatcher, asked, may_be, never = dispatchers()[which]
     tree, batch = tree_of(4)
     metadata = dispatcher.init_forward_metadata(batch)
-    log.clear()
+    for log in (*asked, *may_be, *never):
+        log.clear()
     static = inspect.getattr_static(AttentionBackend, member)
     if isinstance(static, property):
-        getattr(dispatcher, member)
+        answer = getattr(dispatcher, member)
+        if member == "verify_mask":
+            assert answer is asked[0].mask is not None
     else:
         known: dict[str, Any] = {
             "max_bs": 4, "batch": batch, "tree": tree, "layer": grouped(4), "metadata": metadata,
@@ -127,7 +156,13 @@ def test_every_member_reaches_the_child(which: str, member: str) -> None:
         names = list(inspect.signature(static).parameters)[1:]
         assert set(names) <= set(known), f"give {member} an example of {names}"
         getattr(dispatcher, member)(*(known[name] for name in names))
-    assert member in log
+    if which == "two-batch" and member in OF_CHILDREN:
+        assert all(member in log for log in may_be)
+    if which == "hybrid-linear" and member in OF_CHILDREN - {"forward_verify"}:
+        assert member in may_be[0]
+    if not (which == "two-batch" and member in OF_CHILDREN_ALONE):
+        assert member in asked[0]
+    assert not [name for log in never for name in log if name != "name"]
 
 
 def test_a_dispatcher_that_forgets_a_member_cannot_be_made() -> None:
@@ -140,7 +175,7 @@ def test_a_dispatcher_that_forgets_a_member_cannot_be_made() -> None:
         pass
 
     with pytest.raises(TypeError, match=r"abstract .*later"):
-        Behind(recorder(Log()), recorder(Log()), speculative_attention_mode="decode")  # type: ignore[abstract]
+        Behind(CPUBackend(config()), CPUBackend(config()), speculative_attention_mode="decode")  # type: ignore[abstract]
 
 
 def test_delegating_by_getattr_loses_a_member_that_a_base_class_answers() -> None:
@@ -234,17 +269,27 @@ def test_two_halves_attend_as_one_batch(leaf: type[Any], modes: Any, bs: int) ->
             answers.append(backend.forward_verify(layer, metadata))
     for answer in answers[1:]:
         torch.testing.assert_close(answer, answers[0], rtol=1e-5, atol=1e-5)
-    _, other = tree_of(bs, modes[0], seed=7)
-    moved = other._replace(seq_lens=batch.seq_lens, seq_lens_cpu=batch.seq_lens_cpu)
-    if modes[0] is not FULL:
-        metadata = whole.init_forward_metadata(moved)
-        assert not torch.allclose(whole.forward_verify(layer, metadata), answers[0])
+    # Another mask gives another answer.
+    assert batch.tree_mask is not None
+    cleared = batch._replace(tree_mask=torch.zeros_like(batch.tree_mask))
+    metadata = two.init_forward_metadata(cleared)
+    assert not torch.allclose(two.forward_verify(layer, metadata), answers[0])
 
 
 def test_back_ends_that_are_no_pair_are_refused() -> None:
     cpu, triton = CPUBackend(config()), TritonBackend(config())
-    with pytest.raises(ValueError, match=r"children must be two 'cpu' back ends, got .*'triton'"):
+    message = r"children must be two 'cpu' back ends made like the primary .*, got .*"
+    with pytest.raises(ValueError, match=message + "'triton'"):
         TboAttnBackend(cpu, (cpu, triton))
+    chain = CPUBackend(config(topk=1))
+    with pytest.raises(ValueError, match=message):
+        TboAttnBackend(cpu, (chain, chain))
+
+    class Other(CPUBackend):
+        pass
+
+    with pytest.raises(ValueError, match=message):
+        TboAttnBackend(cpu, (Other(config()), cpu))
     owning = TboAttnBackend(cpu, (CPUBackend(config()), CPUBackend(config())))
     with pytest.raises(ValueError, match="children must own no mask"):
         owning.init_cuda_graph_state(2)
@@ -293,6 +338,28 @@ def test_the_hook_goes_through_dispatchers_of_dispatchers() -> None:
     assert both.verify_mask is not None
 
 
+@pytest.mark.parametrize(("real", "padded"), [(5, 8), (1, 2), (1, 4), (3, 3)])
+def test_links_of_a_padded_batch_are_cut_where_its_metadata_is(real: int, padded: int) -> None:
+    """Metadata is made for the padded batch, and the draft ends with the real one."""
+    options = {"owns_mask": False}
+    linear = LinearAttnBackend(config())
+    two = TboAttnBackend(
+        linear, (LinearAttnBackend(config(**options)), LinearAttnBackend(config(**options)))
+    )
+    two.init_cuda_graph_state(padded)
+    _, batch = tree_of(padded, seed=5)
+    tree, fresh = tree_of(real, seed=6)
+    metadata = two.init_forward_metadata(
+        batch._replace(retrieve_next_token=None, retrieve_next_sibling=None)
+    )
+    two.update_verify_buffers_to_fill_after_draft(tree)
+    layer = recurrent(padded)
+    found = two.forward_verify(layer, metadata)[:real]
+    alone, _ = split_layer(layer, real)
+    expected = linear.forward_verify(alone, linear.init_forward_metadata(fresh))
+    torch.testing.assert_close(found, expected)
+
+
 def test_links_need_their_buffer() -> None:
     tree, batch = tree_of(4)
     backend = LinearAttnBackend(config())
@@ -317,3 +384,5 @@ def test_children_of_other_kinds_are_refused() -> None:
         HybridLinearAttnBackend(linear, linear)
     with pytest.raises(ValueError, match="linear must be a back end of linear layers, got 'cpu'"):
         HybridLinearAttnBackend(cpu, cpu)
+    with pytest.raises(ValueError, match=r"same topk and num_draft_tokens, got \[\(3, 6\), "):
+        HybridLinearAttnBackend(cpu, CHAIN)

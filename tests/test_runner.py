@@ -14,10 +14,13 @@ from torch._dynamo.utils import counters
 from tests.tiny_models import KnowingDrafter
 from torchvm.backends.cpu import CPUBackend
 from torchvm.backends.layers import LayerKind
+from torchvm.backends.triton import TritonUnifiedBackend
+from torchvm.backends.two_batch import TboAttnBackend
 from torchvm.engine import Draft, PlainDecoder, SpeculativeDecoder
 from torchvm.engine.runner import VerifyRunner, bucket_sizes
 from torchvm.engine.small_model import SmallConfig, SmallModel
 from torchvm.errors import CaptureError
+from torchvm.ops.layout import TreeMaskMode
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding
 
 if TYPE_CHECKING:
@@ -95,10 +98,10 @@ def test_requests_that_still_decode_run_on_smaller_buckets(name: str) -> None:
 
 
 def test_what_pads_a_batch_touches_no_request() -> None:
-    """Three requests in slots 4, 0 and 2 of five, on the largest bucket: slots 1 and 3 pad it."""
+    """Three requests in slots 4, 0 and 2, others may live in 1 and 3: the spare slot pads."""
     model = small()
     decoder = decoder_of(model, Silent(), 5)
-    cache = model.allocate(5, CONTEXT, 4)
+    cache = model.allocate(6, CONTEXT, 4)
     for layer in cache.layers:
         for buffer in layer.values():
             buffer.fill_(7.0)
@@ -112,11 +115,11 @@ def test_what_pads_a_batch_touches_no_request() -> None:
     keys = cache.layers[0]["keys"]
     touched = [
         (slot, position)
-        for slot in range(5)
+        for slot in range(6)
         for position in range(keys.shape[1])
         if bool((keys[slot, position] != 7.0).any())
     ]
-    starts = {4: 9, 0: 2, 2: 0, 1: 0, 3: 0}
+    starts = {4: 9, 0: 2, 2: 0, 5: 0}
     assert touched == sorted((s, p) for s, at in starts.items() for p in range(at, at + 4))
     assert runner.buffers.addresses() == before
     with torch.inference_mode():
@@ -128,10 +131,18 @@ def test_more_requests_than_slots_and_shared_slots_are_refused() -> None:
     decoder = decoder_of(small(), Silent(), 2)
     runner = decoder.runner
     row: Any = [[1] * 4]
+    with pytest.raises(ValueError, match="bind must name a cache before run, got none"):
+        runner.run(row, row, [1], [0])
+    runner.bind(decoder.target.allocate(3, CONTEXT, 4))
     with pytest.raises(ValueError, match="requests must be at most 2, got 3"):
         runner.run(row * 3, row * 3, [1, 1, 1], [0, 1, 2])
-    with pytest.raises(ValueError, match=r"slots must be 2 different ones, got \[1, 1\]"):
-        runner.run(row * 2, row * 2, [1, 1], [1, 1])
+    for slots in ([1, 1], [0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match=r"slots must be 2 different ones in \[0, 2\), got"):
+            runner.run(row * 2, row * 2, [1, 1], slots)
+    with pytest.raises(ValueError, match=r"tokens must be 1 rows of 4, got \[3\]"):
+        runner.run([[1] * 3], row, [1], [0])
+    with pytest.raises(ValueError, match=r"parents must be 1 rows of 4, got \[4, 4\]"):
+        runner.run(row, row * 2, [1], [0])
     for buckets, message in (
         ((2, 1), r"ascending sizes in \[1, 2\]"),
         ((1, 3), r"ascending sizes in \[1, 2\]"),
@@ -195,6 +206,12 @@ def test_the_ledger_of_a_run() -> None:
         "tree_mask": ("cpu", BS * 4),
     }
     assert {row.phase for row in rows.values()} == {"TARGET_VERIFY"}
+    mask = decoder.runner.buffers.view("tree_mask", BS)
+    assert mask is decoder.verifier.buffer
+    with pytest.warns(UserWarning, match="FRESH: TARGET_VERIFY was captured for 8"):
+        fresh = decoder.runner.buffers.for_batch(9).view("tree_mask", 9)
+    assert fresh.numel() == 9 * 4
+    assert fresh.data_ptr() != mask.data_ptr()
 
 
 def _resident_bytes() -> int:
@@ -221,6 +238,46 @@ def test_five_hundred_steps_compile_nothing_and_keep_nothing() -> None:
     assert _resident_bytes() - before < 16 << 20
     stats: Any = counters
     assert not stats["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_decoder_begins_every_run_anew(name: str) -> None:
+    model, rows = small(KINDS[name]), prompts(3, 30)
+    decoder = decoder_of(model, Silent(), 3, backend=name)
+    first = decoder.decode(rows, max_new_tokens=9).sequences
+    decoder.decode([list(reversed(row)) for row in reversed(rows)], max_new_tokens=20)
+    assert decoder.decode(rows, max_new_tokens=9).sequences == first == plain(model, rows, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk": 1}, r"backend must be made for .*topk=2.*, got 'cpu' for .*topk=1"),
+        ({"num_draft_tokens": 5}, r"must be made for .*num_draft_tokens=4"),
+        ({"max_context_len": 4}, r"must be made for .*max_context_len=160.*max_context_len=4"),
+        ({"owns_mask": False}, "must own a verify mask, got 'cpu', which owns none"),
+        (
+            {"tree_mask_mode": TreeMaskMode.QLEN_ONLY},
+            "must own a QLEN_ONLY_BITPACKING for 2 requests of 4 nodes, got 'cpu' with a QLEN",
+        ),
+    ],
+)
+def test_a_back_end_made_otherwise_is_refused(change: dict[str, Any], message: str) -> None:
+    def make(config: VerifyConfig) -> CPUBackend:
+        return CPUBackend(msgspec.structs.replace(config, **change))
+
+    with pytest.raises(ValueError, match=message):
+        decoder_of(small(), Silent(), 2, backend=make)
+
+
+def test_a_full_mask_is_not_cut_in_a_compiled_step() -> None:
+    def make(config: VerifyConfig) -> TboAttnBackend:
+        child = msgspec.structs.replace(config, owns_mask=False)
+        children = TritonUnifiedBackend(child), TritonUnifiedBackend(child)
+        return TboAttnBackend(TritonUnifiedBackend(config), children)
+
+    with pytest.raises(ValueError, match=r"compact mask to run 'two-batch\(triton-unified\)'"):
+        decoder_of(small(), Silent(), 2, backend=make)
 
 
 def test_a_config_of_ones_own_back_end_reaches_the_ledger() -> None:

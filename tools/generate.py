@@ -40,10 +40,9 @@ def generate(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="Attention back end that verifies and owns the mask: cpu, triton, "
-            "triton-unified, flash-attention, flashinfer, flashmla, trtllm-mla, deepseek-v4, "
-            "hybrid-attention, hybrid-linear, two-batch. By default the step allocates its mask "
-            "itself."
+            help="Attention back end that verifies and owns the mask: cpu, deepseek-v4, "
+            "flash-attention, flashinfer, flashmla, hybrid-attention, hybrid-linear, triton, "
+            "triton-unified, trtllm-mla, two-batch. By default the step allocates its mask itself."
         ),
     ] = None,
     topk: Annotated[
@@ -59,8 +58,12 @@ def generate(
         typer.Option(min=2, help="Most tokens with the prompt; by default a power of two."),
     ] = None,
     mask_mode: Annotated[
-        MaskModeName, typer.Option(help="The layout that the mask is declared in.")
-    ] = MaskModeName.full,
+        MaskModeName | None,
+        typer.Option(
+            help="The layout that the step's own mask is declared in; full by default. A back "
+            "end's mask has the layout that a plan finds."
+        ),
+    ] = None,
     inner: Annotated[
         Inner, typer.Option(help="What compiles the graph after torchvm's passes.")
     ] = Inner.inductor,
@@ -89,10 +92,12 @@ def generate(
     Prints the text, how many drafts were accepted, the speed beside plain decoding, and the
     layout that the compiler gave the verify mask.
     """
-    from torchvm.errors import MaskContractError
+    from torchvm.errors import TorchvmError
     from torchvm.tools.generate_report import as_dict, as_text
     from torchvm.tools.generate_run import Settings, run
 
+    if backend is not None and mask_mode is not None:
+        raise CommandError("--mask-mode is for the step's own mask: leave it or --backend out")
     if stream and as_json:
         raise CommandError("--stream prints text: leave --json out")
     if any(not text for text in stop or ()):
@@ -105,7 +110,7 @@ def generate(
         drafting=(topk, depth, num_draft_tokens),
         max_new_tokens=max_new_tokens,
         max_context_len=max_context_len,
-        mask_mode=mask_mode.value,
+        mask_mode=(mask_mode or MaskModeName.full).value,
         backend=backend,
         inner=inner.value,
         threads=threads,
@@ -115,7 +120,7 @@ def generate(
     )
     try:
         outcome = run(lm, tokenizer, _encode(tokenizer, prompt, chat), settings)
-    except (ValueError, MaskContractError) as error:
+    except (ValueError, TorchvmError) as error:
         raise CommandError(str(error)) from error
     if as_json:
         import json

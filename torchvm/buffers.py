@@ -55,8 +55,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     dtype: torch.dtype
     trailing: tuple[int, ...] = ()
     """Shape of a row."""
-    padding: int | None = 0
-    """What rows past a step's batch hold; None: the values come with rows for all of it."""
+    padding: int = 0
+    """What rows past a step's batch hold."""
     fill: Fill = Fill.copied
     make: Callable[[int], Tensor] | None = None
     """Allocates the slot for max_bs requests, where it is not (rows, *trailing): an owner's."""
@@ -110,21 +110,23 @@ class PhaseBuffers:
         """Allocate a slot, filled with its padding; what its owner makes is left as made.
 
         Raises:
-            ValueError: when the name is taken, or the owner's tensor is elsewhere.
+            ValueError: when the name is taken, or the owner's tensor is elsewhere, of another
+                dtype, or to be copied into.
         """
         if slot.name in self._held:
             owner = self._held[slot.name].slot.owner
             raise ValueError(f"slot {slot.name!r} must be registered once, and {owner!r} did")
         if slot.make is not None:
             tensor = slot.make(self.max_bs)
-            if tensor.device.type != self.device.type:
+            found = (slot.fill, tensor.device.type, tensor.dtype)
+            if found != (Fill.in_place, self.device.type, slot.dtype):
                 raise ValueError(
-                    f"slot {slot.name!r} must be on {self.device}, got {tensor.device}"
+                    f"slot {slot.name!r} must be written in place, on {self.device} and of "
+                    f"{slot.dtype}, as its owner makes it, got {', '.join(map(str, found))}"
                 )
         else:
             shape = (self._count(slot, self.max_bs), *slot.trailing)
-            padding = slot.padding or 0
-            tensor = torch.full(shape, padding, dtype=slot.dtype, device=self.device)
+            tensor = torch.full(shape, slot.padding, dtype=slot.dtype, device=self.device)
         self._held[slot.name] = Held(slot, tensor)
         return tensor
 
@@ -146,8 +148,7 @@ class PhaseBuffers:
         Args:
             bs: requests of the step; 0 is an idle batch, all padding.
             padded_bs: requests that the graph runs on.
-            **values: by slot, of (rows of bs requests, *trailing), of padded_bs requests where a
-                slot has no padding; every copied slot.
+            **values: by slot, of (rows of bs requests, *trailing); every copied slot.
 
         Returns:
             Views of (rows of padded_bs requests, *trailing), by slot.
@@ -164,7 +165,7 @@ class PhaseBuffers:
             raise ValueError(f"values must be of {sorted(copied)}, got {sorted(values)}")
         for name, value in values.items():
             slot, _ = self._held[name]
-            shape = (self._count(slot, self._given(slot, bs, padded_bs)), *slot.trailing)
+            shape = (self._count(slot, bs), *slot.trailing)
             if tuple(value.shape) != shape or value.dtype is not slot.dtype:
                 raise ValueError(
                     f"{name} must be of shape {list(shape)} and {slot.dtype}, "
@@ -174,9 +175,9 @@ class PhaseBuffers:
         for name, value in values.items():
             slot, _ = self._held[name]
             views[name] = self.view(name, padded_bs)
-            filled = self._count(slot, self._given(slot, bs, padded_bs))
+            filled = self._count(slot, bs)
             views[name][:filled].copy_(value)
-            views[name][filled:].fill_(slot.padding or 0)
+            views[name][filled:].fill_(slot.padding)
         return views
 
     def room(self, bs: int) -> Room:
@@ -219,11 +220,6 @@ class PhaseBuffers:
             )
             for name, (slot, tensor) in self._held.items()
         )  # fmt: skip
-
-    @staticmethod
-    def _given(slot: Slot, bs: int, padded_bs: int) -> int:
-        """Requests that a slot's values have rows for."""
-        return padded_bs if slot.padding is None else bs
 
     def _count(self, slot: Slot, bs: int) -> int:
         return bs * (self.num_draft_tokens if slot.rows is Rows.token else 1)

@@ -32,7 +32,12 @@ class KVCache(NamedTuple):
 
     @classmethod
     def allocate(
-        cls, config: PretrainedConfig, batch_size: int, capacity: int, dtype: torch.dtype
+        cls,
+        config: PretrainedConfig,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> KVCache:
         """Allocate zeroed buffers for the layers and heads of a model's config."""
         heads = config.num_attention_heads
@@ -41,9 +46,12 @@ class KVCache(NamedTuple):
         shape = (batch_size, capacity, kv_heads, head_dim)
         layers = range(config.num_hidden_layers)
         return cls(
-            [torch.zeros(shape, dtype=dtype) for _ in layers],
-            [torch.zeros(shape, dtype=dtype) for _ in layers],
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
         )
+
+    def reset(self) -> None:
+        """Do nothing: what lies behind a request's committed tokens is never read."""
 
     def compact(
         self,

@@ -77,6 +77,8 @@ class Decoder(ABC):
 
     step: Callable[..., Any]
     num_tokens: int
+    spare_slots = 0
+    """Of the cache, beside one for each request."""
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class Decoder(ABC):
         self.max_context_len = max_context_len
         self._compiled = compiled_step(type(self).step, inner)
         self._warm = False
+        self._cache: TargetCache | None = None
 
     def warm_up(self) -> float:
         """Compile the step by running it once on nothing; return the seconds that took."""
@@ -104,7 +107,7 @@ class Decoder(ABC):
             nothing = Batch(
                 [[0]] * self.batch_size, max_new_tokens=1, eos_token_ids=(), max_context_len=2
             )
-            self._advance(self._allocate(), nothing)
+            self._advance(self._fresh_cache(), nothing)
         return time.perf_counter() - started
 
     def decode(
@@ -143,7 +146,7 @@ class Decoder(ABC):
         steps = 0
         with torch.inference_mode(), self.target.attending():
             started = time.perf_counter()
-            cache = self._allocate()
+            cache = self._fresh_cache()
             prefill(self.target, cache, batch.sequences)
             prefilled = time.perf_counter()
             while any(batch.active):
@@ -163,8 +166,14 @@ class Decoder(ABC):
     def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
         """Run one step; return what each active request is to append, [] for the others."""
 
-    def _allocate(self) -> TargetCache:
-        return self.target.allocate(self.batch_size, self.max_context_len, self.num_tokens)
+    def _fresh_cache(self) -> TargetCache:
+        """The decoder's cache, with nothing in it: one for all runs, at one address."""
+        if self._cache is None:
+            slots = self.batch_size + self.spare_slots
+            self._cache = self.target.allocate(slots, self.max_context_len, self.num_tokens)
+        else:
+            self._cache.reset()
+        return self._cache
 
 
 class PlainDecoder(Decoder):
@@ -211,6 +220,7 @@ class SpeculativeDecoder(Decoder):
     """
 
     step = verify_step
+    spare_slots = 1
 
     def __init__(
         self,
@@ -250,7 +260,7 @@ class SpeculativeDecoder(Decoder):
         """Compile, and on CUDA capture, every bucket; return the seconds that took."""
         started = time.perf_counter()
         with torch.inference_mode(), self.target.attending():
-            self.runner.bind(self._allocate())
+            self.runner.bind(self._fresh_cache())
             self.runner.warmup()
         return time.perf_counter() - started
 

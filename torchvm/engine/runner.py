@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import bisect
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchvm.buffers import Fill, PhaseBuffers, Rows, Slot
+from torchvm.engine.drafts import UNLINKED
 from torchvm.engine.steps import RECOMPILE_LIMIT
 from torchvm.errors import CaptureError
 from torchvm.passes.capture_check import CaptureCode
+from torchvm.verify_mask import mask_for_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["Verified", "VerifyRunner", "bucket_sizes"]
 
 PHASE = "TARGET_VERIFY"
-# Nodes of no request are linked to nobody.
-_UNLINKED = -1
 
 
 class Verified(NamedTuple):
@@ -55,7 +56,8 @@ class VerifyRunner:
         target: the model.
         verifier: its back end and mask.
         step: the compiled `verify_step`.
-        max_bs: most requests; the cache has a slot for each.
+        max_bs: most requests. The cache has a slot for each, and one more that requests which pad
+            a batch write into.
         buckets: batch sizes that are captured; by default `max_bs` alone.
 
     Raises:
@@ -126,22 +128,27 @@ class VerifyRunner:
             ValueError: when there are more requests than the largest bucket, or slots repeat.
         """
         bs = len(seq_lens)
+        if self._cache is None:
+            raise ValueError("bind must name a cache before run, got none")
         if bs > self.buckets[-1]:
             raise ValueError(f"requests must be at most {self.buckets[-1]}, got {bs}")
-        if len(set(slots)) != bs:
-            raise ValueError(f"slots must be {bs} different ones, got {list(slots)}")
+        if len(set(slots)) != bs or not set(slots) <= set(range(self.max_bs)):
+            raise ValueError(
+                f"slots must be {bs} different ones in [0, {self.max_bs}), got {list(slots)}"
+            )
+        n = self.verifier.shape.num_draft_tokens
+        for name, rows in (("tokens", tokens), ("parents", parents)):
+            if [len(row) for row in rows] != [n] * bs:
+                raise ValueError(f"{name} must be {bs} rows of {n}, got {list(map(len, rows))}")
         if bucket is None:
             bucket = self.buckets[bisect.bisect_left(self.buckets, max(bs, 1))]
-        n = self.verifier.shape.num_draft_tokens
-        # Requests that pad a batch write into slots that nobody uses.
-        spare = [slot for slot in range(self.max_bs) if slot not in set(slots)]
         self.buffers.fill(
             bs,
             bucket,
             tokens=torch.tensor(tokens, dtype=torch.int64).reshape(bs, n),
             parents=torch.tensor(parents, dtype=torch.int64).reshape(bs, n),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
-            slots=torch.tensor([*slots, *spare[: bucket - bs]], dtype=torch.int64),
+            slots=torch.tensor(slots, dtype=torch.int64),
         )
         assert self.buffers.addresses() == self._addresses, "a captured buffer has moved"
         outputs = self._replay(bucket)
@@ -202,8 +209,11 @@ def _phase_buffers(verifier: Verifier, max_bs: int, device: torch.device) -> Pha
     """What a verify step reads."""
     n = verifier.shape.num_draft_tokens
     buffers = PhaseBuffers(PHASE, max_bs=max_bs, num_draft_tokens=n, device=device)
-    rows = {"tokens": ((n,), 0), "parents": ((n,), _UNLINKED), "seq_lens": ((), 0)}
-    for name, (trailing, padding) in {**rows, "slots": ((), None)}.items():
+    rows = {
+        "tokens": ((n,), 0), "parents": ((n,), UNLINKED), "seq_lens": ((), 0),
+        "slots": ((), max_bs),
+    }  # fmt: skip
+    for name, (trailing, padding) in rows.items():
         buffers.register(
             Slot(
                 name=name, owner="runner", rows=Rows.request, dtype=torch.int64,
@@ -215,7 +225,20 @@ def _phase_buffers(verifier: Verifier, max_bs: int, device: torch.device) -> Pha
         buffers.register(
             Slot(
                 name="tree_mask", owner=verifier.backend.name, rows=Rows.token,
-                dtype=buffer.dtype, fill=Fill.in_place, make=lambda _: buffer,
+                dtype=buffer.dtype, fill=Fill.in_place, make=partial(_mask_of, verifier),
             )
         )  # fmt: skip
     return buffers
+
+
+def _mask_of(verifier: Verifier, bs: int) -> Tensor:
+    """The back end's mask, or one of its layout for more requests."""
+    owner, shape = verifier.backend.verify_mask, verifier.shape
+    assert owner is not None
+    return mask_for_batch(
+        owner,
+        bs=bs,
+        num_draft_tokens=shape.num_draft_tokens,
+        max_context_len=shape.max_context_len,
+        device=owner.buffer.device,
+    ).buffer

@@ -8,6 +8,7 @@ import torch
 
 from torchvm.backends.layers import LayerKind
 from torchvm.engine.cache import move_nodes
+from torchvm.engine.target import PROMPT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,11 +51,11 @@ class SmallCache(NamedTuple):
         layers = []
         for kind, named in zip(kinds, shapes, strict=True):
             if kind is LayerKind.recurrent:
-                shape = named["state"]
+                shape, tokens = named["state"], max(num_tokens, PROMPT_TOKENS)
                 layers.append(
                     {
                         "state": torch.zeros(batch_size, *shape),
-                        "node_states": torch.zeros(batch_size, max(num_tokens, _PROMPT), *shape),
+                        "node_states": torch.zeros(batch_size, tokens, *shape),
                     }
                 )
             else:
@@ -62,6 +63,12 @@ class SmallCache(NamedTuple):
                     {name: torch.zeros(batch_size, capacity, *s) for name, s in named.items()}
                 )
         return cls(layers, capacity)
+
+    def reset(self) -> None:
+        """Begin every state anew; entries behind committed tokens are never read."""
+        for buffers in self.layers:
+            if "state" in buffers:
+                buffers["state"].zero_()
 
     def compact(
         self,
@@ -78,7 +85,3 @@ class SmallCache(NamedTuple):
                 buffers["state"][kept] = buffers["node_states"][rows, last]
             else:
                 move_nodes(buffers.values(), slots, seq_lens, paths)
-
-
-_PROMPT = 512
-"""Tokens of a prompt that run in one forward."""

@@ -13,6 +13,7 @@ import torchvm.ops.tree
 import torchvm.ops.verify  # noqa: F401 - these register ops and the backend
 from torchvm.backends.base import VerifyBatch
 from torchvm.backends.chain import CHAIN
+from torchvm.engine.target import PROMPT_TOKENS
 from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ __all__ = ["StepShape", "compiled_step", "plain_step", "prefill", "verify_step"]
 
 # Every batch size, capacity and back end compiles anew: the default of 8 is soon used up.
 RECOMPILE_LIMIT = 256
-_PREFILL_TOKENS = 512
 
 
 class StepShape(NamedTuple):
@@ -118,8 +118,8 @@ def prefill(target: TargetModel, cache: TargetCache, prompts: list[list[int]]) -
     """
     longest = max(map(len, prompts)) - 1
     slots = list(range(len(prompts)))
-    for start in range(0, longest, _PREFILL_TOKENS):
-        width = min(_PREFILL_TOKENS, longest - start)
+    for start in range(0, longest, PROMPT_TOKENS):
+        width = min(PROMPT_TOKENS, longest - start)
         chunk = [prompt[:-1][start : start + width] for prompt in prompts]
         rows = [row + [0] * (width - len(row)) for row in chunk]
         tokens = torch.tensor(rows, device=target.device)

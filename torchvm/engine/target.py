@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from torchvm.backends.base import AttentionBackend
     from torchvm.backends.layers import LayerKind
 
-__all__ = ["TargetCache", "TargetModel"]
+__all__ = ["PROMPT_TOKENS", "TargetCache", "TargetModel"]
+
+PROMPT_TOKENS = 512
+"""Most tokens of a prompt that run in one forward; verify steps run fewer."""
 
 
 class TargetCache(Protocol):
@@ -23,6 +26,10 @@ class TargetCache(Protocol):
     @property
     def page_size(self) -> int:
         """Positions of a request; its page table has one page."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every request."""
         ...
 
     def compact(

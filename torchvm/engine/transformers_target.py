@@ -55,7 +55,9 @@ class TransformersTarget:
     def allocate(self, batch_size: int, max_context_len: int, num_tokens: int) -> KVCache:
         """Make a cache; any number of tokens is fine."""
         capacity = max_context_len + num_tokens
-        return KVCache.allocate(self.model.config, batch_size, capacity, self.model.dtype)
+        return KVCache.allocate(
+            self.model.config, batch_size, capacity, self.model.dtype, self.device
+        )
 
     def forward(
         self,

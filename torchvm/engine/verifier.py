@@ -10,6 +10,7 @@ import torch
 
 from torchvm.backends.cpu import CPUBackend
 from torchvm.backends.registry import make_backend
+from torchvm.backends.two_batch import TboAttnBackend
 from torchvm.engine.steps import StepShape, verify_step
 from torchvm.ops.layout import TreeMaskMode
 from torchvm.planning import MaskPlan, plan_verify_mask
@@ -56,7 +57,8 @@ def start_verifier(
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
-        ValueError: when the back end is unknown, or cannot verify this model or `topk`.
+        ValueError: when the back end is unknown, cannot verify this model or `topk`, was made for
+            other trees than it was asked for, or owns no mask that fits.
     """
     if backend is None:
         made = CPUBackend(config)
@@ -66,10 +68,12 @@ def start_verifier(
     make = partial(make_backend, backend) if isinstance(backend, str) else backend
     probe = make(config)
     _check_kinds(target, probe)
+    _check_config(probe, config)
     plan = plan_backend(target, probe, config=config, max_bs=max_bs)
     owner = make(msgspec.structs.replace(config, tree_mask_mode=plan.mode))
     owner.init_cuda_graph_state(max_bs)
     mask = owner.verify_mask
+    _check_mask(owner, plan, max_bs, config)
     assert mask is not None
     shape = StepShape(config.num_draft_tokens, config.max_context_len, mask.mode)
     return Verifier(owner, shape, mask.buffer, plan)
@@ -110,6 +114,34 @@ def plan_backend(
             device=config.device,
             dtype=backend.mask_dtype,
             declared_is_read=backend.is_read,
+        )
+
+
+def _check_config(backend: AttentionBackend, config: VerifyConfig) -> None:
+    """Require a back end that was made for these trees and this context, or a longer one."""
+    made = backend.config
+    asked, got = ((c.topk, c.num_draft_tokens) for c in (config, made))
+    if asked != got or made.max_context_len < config.max_context_len:
+        raise ValueError(f"backend must be made for {config}, got {backend.name!r} for {made}")
+
+
+def _check_mask(
+    owner: AttentionBackend, plan: MaskPlan, max_bs: int, config: VerifyConfig
+) -> None:
+    """Require a mask in the planned layout that every batch fits, and that nobody has to cut."""
+    mask = owner.verify_mask
+    if mask is None:
+        raise ValueError(f"backend must own a verify mask, got {owner.name!r}, which owns none")
+    if mask.mode is not plan.mode or not mask.fits(max_bs, config.num_draft_tokens):
+        raise ValueError(
+            f"backend must own a {plan.mode.name} for {max_bs} requests of "
+            f"{config.num_draft_tokens} nodes, got {owner.name!r} with a {mask.mode.name} of "
+            f"{mask.buffer.numel()} elements"
+        )
+    if isinstance(owner, TboAttnBackend) and mask.mode is TreeMaskMode.FULL_MASK:
+        raise ValueError(
+            f"backend must read a compact mask to run {owner.name!r} in a compiled step: a "
+            "FULL_MASK is cut at lengths that only the host knows"
         )
 
 
