@@ -105,6 +105,28 @@ def test_a_stream_shows_the_text_once() -> None:
     assert stopped.startswith(f"{text[:3]}\n\ntokens ")
 
 
+def test_samples_follow_the_seed() -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        options = ("--temperature", "2", "--top-k", "50", "--seed", seed)
+        found = json.loads(generated("--json", *options))
+        assert found["sampling"]["temperature"] == 2
+        assert found["equals_plain"] is None
+        texts.append(found["tokens"])
+    assert texts[0] == texts[1] != texts[2]
+    shown = generated("--temperature", "0.5", "--top-p", "0.9", "--seed", "7")
+    assert "temperature 0.5, top-p 0.9, top-k 0, seed 7\n" in shown
+
+
+def test_the_models_own_layers_draft() -> None:
+    found = json.loads(generated("--json", "--check", "--draft-layers", "2"))
+    assert found["draft_layers"] == 2
+    assert found["equals_plain"] is True
+    # The small model has two layers: all of it drafts what it accepts.
+    assert found["accepted_per_step"] > 1.5
+    assert "the first 1 layers: topk 2" in generated("--no-compare", "--draft-layers", "1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -115,6 +137,10 @@ def test_a_stream_shows_the_text_once() -> None:
             ("--backend", "cpu", "--mask-mode", "qlen"),
             "--mask-mode is for the step's own mask: leave it or --backend out",
         ),
+        (("--top-p", "0.5"), "--top-p and --top-k need --temperature"),
+        (("--temperature", "1", "--check"), "--check compares greedy tokens"),
+        (("--temperature", "1", "--top-p", "0"), "top_p must be in (0, 1], got 0.0"),
+        (("--draft-layers", "3"), "num_layers must be 1 to the model's 2, got 3"),
         (("--stop", ""), "--stop must be a text, got an empty one"),
         (("--max-context-len", "9000"), "max_context_len must be at most the model's 8192"),
         (("--chat",), "--chat needs a model with a chat template: use --raw"),

@@ -224,7 +224,7 @@ def test_what_does_not_fit_the_context_is_refused(model: Any) -> None:
 def test_long_prompts_are_run_in_chunks(
     model: Any, monkeypatch: pytest.MonkeyPatch, answers: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(steps, "_PREFILL_TOKENS", 3)
+    monkeypatch.setattr(steps, "PROMPT_TOKENS", 3)
     found = run(model, prompts(3), KnowingDrafter(answers))
     assert found.sequences == expected(answers)
 

@@ -80,6 +80,23 @@ def generate(
     compare: Annotated[
         bool, typer.Option(help="Whether to decode plainly too, for its speed and tokens.")
     ] = True,
+    draft_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Draft by the model's first layers, so many, instead of by prompt lookup.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sample at this temperature; 0 decodes greedily.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample among the tokens of this mass.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample among so many tokens; 0: among all.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="End where this text comes up; may be given several times."),
@@ -87,7 +104,7 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Generate text with draft trees by prompt lookup, verified by one compiled graph a step.
+    """Generate text with draft trees, verified by one compiled graph a step.
 
     Prints the text, how many drafts were accepted, the speed beside plain decoding, and the
     layout that the compiler gave the verify mask.
@@ -102,6 +119,10 @@ def generate(
         raise CommandError("--stream prints text: leave --json out")
     if any(not text for text in stop or ()):
         raise CommandError("--stop must be a text, got an empty one")
+    if temperature == 0 and (top_p, top_k) != (1.0, 0):
+        raise CommandError("--top-p and --top-k need --temperature: 0 decodes greedily")
+    if check and temperature > 0:
+        raise CommandError("--check compares greedy tokens: leave --temperature out")
     if check and not compare:
         raise CommandError("--check needs plain decoding: leave --no-compare out")
     with progress("Loading the model"):
@@ -114,7 +135,9 @@ def generate(
         backend=backend,
         inner=inner.value,
         threads=threads,
-        compare=compare,
+        compare=compare and temperature == 0,
+        draft_layers=draft_layers,
+        sampling=(temperature, top_p, top_k, seed) if temperature > 0 else None,
         stop=tuple(stop or ()),
         stream=stream,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from torchvm.engine.check import NEAR_TIE
 from torchvm.ops.layout import TreeMaskMode, mask_storage
 from torchvm.tools.text_stream import cut
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from torchvm.engine.check import Divergence
     from torchvm.engine.decoders import Generation
     from torchvm.passes.report import MaskReport
+    from torchvm.sampling import SamplingParams
 
 __all__ = ["Outcome", "as_dict", "as_text"]
 
@@ -32,6 +35,9 @@ class Outcome(NamedTuple):
     prompt_tokens: int
     drafting: tuple[int, int, int]
     """topk, depth and num_draft_tokens."""
+    draft_layers: int | None
+    """Layers of the model that drafted; None: by prompt lookup."""
+    sampling: SamplingParams | None
     generation: Generation
     compile_seconds: float
     backend: str
@@ -84,6 +90,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "topk": topk,
         "depth": depth,
         "num_draft_tokens": num_draft_tokens,
+        "draft_layers": outcome.draft_layers,
+        "sampling": outcome.sampling and msgspec.structs.asdict(outcome.sampling),
         "steps": run.steps,
         "accepted": run.accepted[0],
         "accepted_per_step": run.accepted_per_step,
@@ -108,9 +116,11 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     run, plain = outcome.generation, outcome.plain
     topk, depth, num_draft_tokens = outcome.drafting
     threads = f"{outcome.threads} thread{'s' if outcome.threads > 1 else ''}"
+    layers = outcome.draft_layers
+    by = "prompt lookup" if layers is None else f"the first {layers} layers"
     rows = [
         ("tokens", f"{outcome.prompt_tokens} in the prompt, {len(run.sequences[0])} generated"),
-        ("drafts", f"prompt lookup: topk {topk}, depth {depth}, {num_draft_tokens} nodes a tree"),
+        ("drafts", f"{by}: topk {topk}, depth {depth}, {num_draft_tokens} nodes a tree"),
         ("steps", f"{run.steps}, accepting {run.accepted_per_step:.2f} drafts each on average"),
         ("speed", f"{run.tokens_per_second:.1f} tokens/s on {threads} ({outcome.inner})"),
     ]
@@ -124,6 +134,9 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     if outcome.declares_read is not None:
         claim = "reads its mask" if outcome.declares_read else "does not read its mask"
         rows.append(("back end", f"{outcome.backend}, which declares that it {claim}"))
+    if (chosen := outcome.sampling) is not None:
+        limits = f"top-p {chosen.top_p:g}, top-k {chosen.top_k}, seed {chosen.seed}"
+        rows.insert(1, ("sampling", f"temperature {chosen.temperature:g}, {limits}"))
     for mask in outcome.masks:
         rows += _mask_rows(mask, num_draft_tokens)
     if plain is not None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from torchvm.compilation import reports
-from torchvm.engine import PlainDecoder, PromptLookupDrafter, SpeculativeDecoder
+from torchvm.engine import (
+    EarlyExitDrafter,
+    PlainDecoder,
+    PromptLookupDrafter,
+    SpeculativeDecoder,
+)
 from torchvm.engine.check import compare_with_plain
 from torchvm.engine.speculative import context_for
 from torchvm.engine.transformers_target import as_target
 from torchvm.ops.layout import TreeMaskMode
+from torchvm.sampling import SamplingParams
 from torchvm.tools.generate_report import Outcome
 from torchvm.tools.messages import progress
 from torchvm.tools.text_stream import TextStream, cut
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from torchvm.engine.drafts import Drafter
     from torchvm.engine.target import TargetModel
     from torchvm.tools.models import Tokenizer
 
@@ -47,6 +54,10 @@ class Settings(NamedTuple):
     inner: str
     threads: int | None
     compare: bool
+    draft_layers: int | None
+    """Layers of the model that draft; None looks the prompt up."""
+    sampling: tuple[float, float, int, int] | None
+    """temperature, top_p, top_k and seed."""
     stop: tuple[str, ...]
     stream: bool
 
@@ -71,18 +82,18 @@ def run(
     """
     torch.set_num_threads(settings.threads or _available_cores())
     target = as_target(model)
-    topk, depth, num_draft_tokens = settings.drafting
     context = settings.max_context_len or context_for(
         target.max_position_embeddings, [tokens], settings.max_new_tokens
     )
     speculative = SpeculativeDecoder(
         target,
-        PromptLookupDrafter(topk=topk, depth=depth, num_draft_tokens=num_draft_tokens),
+        _drafter(model, settings, context),
         batch_size=1,
         max_context_len=context,
         inner=settings.inner,
         mask_mode=_MODES[settings.mask_mode],
         backend=settings.backend,
+        sampling=_sampling(settings),
     )
     before = len(reports())
     with progress(f"Compiling verification ({settings.inner})"):
@@ -132,6 +143,8 @@ def run(
         stop=settings.stop,
         prompt_tokens=len(tokens),
         drafting=settings.drafting,
+        draft_layers=settings.draft_layers,
+        sampling=_sampling(settings),
         generation=generation,
         compile_seconds=compile_seconds,
         backend=verifier.backend.name,
@@ -144,6 +157,30 @@ def run(
         threads=torch.get_num_threads(),
         context=context,
     )
+
+
+def _drafter(model: PreTrainedModel | TargetModel, settings: Settings, context: int) -> Drafter:
+    """Make what the options ask for."""
+    topk, depth, num_draft_tokens = settings.drafting
+    if settings.draft_layers is None:
+        return PromptLookupDrafter(topk=topk, depth=depth, num_draft_tokens=num_draft_tokens)
+    layered: Any = model
+    return EarlyExitDrafter(
+        layered,
+        settings.draft_layers,
+        topk=topk,
+        depth=depth,
+        num_draft_tokens=num_draft_tokens,
+        batch_size=1,
+        max_context_len=context,
+    )
+
+
+def _sampling(settings: Settings) -> SamplingParams | None:
+    if settings.sampling is None:
+        return None
+    temperature, top_p, top_k, seed = settings.sampling
+    return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
 
 
 def _write(text: str) -> None:

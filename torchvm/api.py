@@ -25,7 +25,7 @@ from torchvm.ops.verify import Verification, verify_tree_greedy
 from torchvm.passes.capture_check import CaptureCode, CaptureFinding, check_capture
 from torchvm.passes.report import MaskReport, Reason
 from torchvm.planning import MaskPlan, plan_verify_mask
-from torchvm.sampling import sampling_probs
+from torchvm.sampling import SamplingParams, sampling_probs
 from torchvm.verify_mask import (
     BatchMask,
     MaskSource,
@@ -52,6 +52,7 @@ __all__ = [
     "MaskSource",
     "PackedMask",
     "Reason",
+    "SamplingParams",
     "TorchvmError",
     "TreeMaskMode",
     "Verification",

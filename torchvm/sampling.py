@@ -4,12 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["sampling_probs"]
+__all__ = ["SamplingParams", "sampling_probs"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen where they are not the most probable.
+
+    Raises:
+        ValueError: when a value is out of its range.
+    """
+
+    temperature: float = 1.0
+    """> 0; without a `SamplingParams` decoding is greedy."""
+    top_p: float = 1.0
+    """In (0, 1]."""
+    top_k: int = 0
+    """>= 0; 0 keeps all."""
+    threshold_single: float = 1.0
+    """In (0, 1]; below 1 also a draft of this probability is accepted, which is lossy."""
+    threshold_acc: float = 1.0
+    """In (0, 1]; below 1 drafts are accepted more often than they are probable: lossy too."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be > 0 to sample, got {self.temperature}")
+        for name in ("top_p", "threshold_single", "threshold_acc"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}")
 
 
 def sampling_probs(

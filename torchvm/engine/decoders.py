@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchvm.backends.base import AttentionBackend
     from torchvm.engine.drafts import Drafter
     from torchvm.engine.target import TargetCache, TargetModel
+    from torchvm.sampling import SamplingParams
 
 __all__ = ["Decoder", "Generation", "PlainDecoder", "SpeculativeDecoder"]
 
@@ -119,7 +120,7 @@ class Decoder(ABC):
         on_step: Callable[[list[list[int]]], None] | None = None,
         stop_when: Callable[[int, Sequence[int]], bool] | None = None,
     ) -> Generation:
-        """Decode a batch greedily.
+        """Decode a batch.
 
         Args:
             prompts: `batch_size` lists of tokens.
@@ -144,6 +145,7 @@ class Decoder(ABC):
         )
         accepted: list[list[int]] = [[] for _ in prompts]
         steps = 0
+        self._begin()
         with torch.inference_mode(), self.target.attending():
             started = time.perf_counter()
             cache = self._fresh_cache()
@@ -161,6 +163,10 @@ class Decoder(ABC):
         return Generation(
             batch.new_tokens(), accepted, steps, prefilled - started, ended - prefilled
         )
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Prepare for a run."""
 
     @abstractmethod
     def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
@@ -183,6 +189,9 @@ class PlainDecoder(Decoder):
     num_tokens = 1
     last_logits: Tensor
     """(B, vocabulary) of the last step."""
+
+    def _begin(self) -> None:
+        """Do nothing: every run is greedy."""
 
     def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
         roots = torch.tensor([sequence[-1:] for sequence in batch.sequences])
@@ -213,6 +222,7 @@ class SpeculativeDecoder(Decoder):
             the step allocates itself.
         buckets: batch sizes that the step is compiled, or captured, for; the requests that still
             decode run on the smallest that holds them. By default `batch_size` alone.
+        sampling: how tokens are sampled, the same in every run; None decodes greedily.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
@@ -233,6 +243,7 @@ class SpeculativeDecoder(Decoder):
         mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
         backend: str | Callable[[VerifyConfig], AttentionBackend] | None = None,
         buckets: Sequence[int] | None = None,
+        sampling: SamplingParams | None = None,
     ) -> None:
         super().__init__(
             model, batch_size=batch_size, max_context_len=max_context_len, inner=inner
@@ -250,11 +261,16 @@ class SpeculativeDecoder(Decoder):
             ),
             max_bs=batch_size,
             mask_mode=tree_mode(mask_mode),
+            sampling=sampling,
         )
 
         self.runner = VerifyRunner(
             self.target, self.verifier, self._compiled, max_bs=batch_size, buckets=buckets
         )
+
+    def _begin(self) -> None:
+        """Sample every run from the same seed."""
+        self.runner.seed()
 
     def warm_up(self) -> float:
         """Compile, and on CUDA capture, every bucket; return the seconds that took."""

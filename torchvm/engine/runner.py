@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Verified", "VerifyRunner", "bucket_sizes"]
 
 PHASE = "TARGET_VERIFY"
+_COINS = ("coins", "final_coins")
 
 
 class Verified(NamedTuple):
@@ -89,6 +90,8 @@ class VerifyRunner:
         self._captured: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
         self._addresses = self.buffers.addresses()
         self._cache: TargetCache | None = None
+        self._generator = torch.Generator()
+        self.seed()
 
     def bind(self, cache: TargetCache) -> None:
         """Run on this cache from now on; what was captured on another is forgotten."""
@@ -149,6 +152,7 @@ class VerifyRunner:
             parents=torch.tensor(parents, dtype=torch.int64).reshape(bs, n),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
             slots=torch.tensor(slots, dtype=torch.int64),
+            **self._flip_coins(bs),
         )
         assert self.buffers.addresses() == self._addresses, "a captured buffer has moved"
         outputs = self._replay(bucket)
@@ -159,6 +163,20 @@ class VerifyRunner:
             found.tokens.append([predicts[node] for node in nodes])
             found.paths.append([node - b * n for node in nodes[1:]])
         return found
+
+    def seed(self) -> None:
+        """Begin the coins of a run anew."""
+        sampling = self.verifier.shape.sampling
+        if sampling is not None:
+            self._generator.manual_seed(sampling.seed)
+
+    def _flip_coins(self, bs: int) -> dict[str, Tensor]:
+        """Uniform numbers, one for each node and one for each request's last token."""
+        shape = self.verifier.shape
+        if shape.sampling is None:
+            return {}
+        coins = torch.rand(bs, shape.num_draft_tokens + 1, generator=self._generator)
+        return dict(zip(_COINS, (coins[:, 1:], coins[:, 0]), strict=True))
 
     def _replay(self, bucket: int) -> tuple[Tensor, ...]:
         if bucket not in self._captured:
@@ -174,9 +192,12 @@ class VerifyRunner:
         def call() -> tuple[Tensor, ...]:
             names = ("tokens", "parents", "slots", "seq_lens")
             views = (self.buffers.view(name, bucket) for name in names)
+            coins = None
+            if self.verifier.shape.sampling is not None:
+                coins = tuple(self.buffers.view(name, bucket) for name in _COINS)
             outputs: tuple[Tensor, ...] = self._step(
                 self.target, self._cache, self.verifier.backend, *views, self.verifier.shape,
-                self.verifier.buffer,
+                self.verifier.buffer, coins,
             )  # fmt: skip
             return outputs
 
@@ -220,6 +241,14 @@ def _phase_buffers(verifier: Verifier, max_bs: int, device: torch.device) -> Pha
                 trailing=trailing, padding=padding,
             )
         )  # fmt: skip
+    if verifier.shape.sampling is not None:
+        for name, trailing in zip(_COINS, ((n,), ()), strict=True):
+            buffers.register(
+                Slot(
+                    name=name, owner="runner", rows=Rows.request, dtype=torch.float32,
+                    trailing=trailing,
+                )
+            )  # fmt: skip
     buffer = verifier.buffer
     if buffer is not None:
         buffers.register(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchvm.engine.decoders import Generation
     from torchvm.engine.drafts import Drafter
     from torchvm.engine.target import TargetModel
+    from torchvm.sampling import SamplingParams
 
 __all__ = ["context_for", "generate"]
 
@@ -36,13 +37,15 @@ def generate(
     max_context_len: int | None = None,
     mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
     backend: str | Callable[[VerifyConfig], AttentionBackend] | None = None,
+    sampling: SamplingParams | None = None,
     inner: str = "inductor",
     on_step: Callable[[list[list[int]]], None] | None = None,
     stop_when: Callable[[int, Sequence[int]], bool] | None = None,
 ) -> Generation:
-    """Decode prompts greedily, verifying a tree of drafts per request and step.
+    """Decode prompts, verifying a tree of drafts per request and step.
 
-    Each request gets the tokens that it would get alone. The step is one graph, compiled at the
+    Each request gets the tokens that it would get alone; those that are sampled have the target's
+    distribution. The step is one graph, compiled at the
     first call with a model and these sizes: the batch size, n, `topk == 1` and the context.
 
     Args:
@@ -61,6 +64,7 @@ def generate(
         backend: name of an attention back end, or what makes one from a config; it owns the
             mask, in the layout that a plan finds. None verifies with "cpu" and a mask that the
             step allocates.
+        sampling: how tokens are sampled; None decodes greedily.
         inner: what compiles the step, "inductor" or "aot_eager".
         on_step: is given the new tokens of each request after every step.
         stop_when: is given a request's number and its new tokens, after each of them; True ends
@@ -83,6 +87,7 @@ def generate(
         inner=inner,
         mask_mode=mask_mode,
         backend=backend,
+        sampling=sampling,
     )
     return decoder.decode(
         prompts,

@@ -9,12 +9,14 @@ import torch
 
 import torchvm.compilation
 import torchvm.ops.mask
+import torchvm.ops.sampling
 import torchvm.ops.tree
 import torchvm.ops.verify  # noqa: F401 - these register ops and the backend
 from torchvm.backends.base import VerifyBatch
 from torchvm.backends.chain import CHAIN
 from torchvm.engine.target import PROMPT_TOKENS
 from torchvm.ops.layout import TreeMaskMode
+from torchvm.sampling import SamplingParams, sampling_probs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +41,8 @@ class StepShape(NamedTuple):
     """Most committed tokens a request may have."""
     tree_mask_mode: TreeMaskMode
     """The mask's layout; of a mask that the graph allocates the passes may choose a smaller."""
+    sampling: SamplingParams | None = None
+    """None accepts greedily."""
 
 
 def verify_step(
@@ -51,8 +55,9 @@ def verify_step(
     seq_lens: Tensor,
     shape: StepShape,
     tree_mask: Tensor | None = None,
+    coins: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out one tree per request, run the model over it and accept greedily.
+    """Lay out one tree per request, run the model over it and accept.
 
     Args:
         target: the model.
@@ -64,10 +69,11 @@ def verify_step(
         seq_lens: (B,) int64, L.
         shape: constants of the run.
         tree_mask: the buffer to build into; None allocates one in the graph.
+        coins: uniform numbers (B, n) and (B,) float32, where `shape` samples.
 
     Returns:
         predicts (B * n) int32, accept_index (B, n) int32 and accept_token_num (B,) int32, as
-        `torchvm::verify_tree_greedy` gives them.
+        `torchvm::verify_tree_greedy` and `torchvm::verify_tree_sampling` give them.
     """
     n = shape.num_draft_tokens
     mode = int(shape.tree_mask_mode)
@@ -84,10 +90,31 @@ def verify_step(
     metadata = backend.init_forward_metadata(batch)
     logits = target.forward(cache, tokens, positions, slots, seq_lens, backend, metadata)
     assert logits is not None
-    predicts, accept_index, accept_num = torch.ops.torchvm.verify_tree_greedy(
-        tokens, *links, logits.argmax(-1), n
+    return _accept(tokens, links, logits, shape, coins)
+
+
+def _accept(
+    tokens: Tensor,
+    links: list[Tensor],
+    logits: Tensor,
+    shape: StepShape,
+    coins: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the trees, greedily or by coins."""
+    n, sampling = shape.num_draft_tokens, shape.sampling
+    if sampling is None:
+        predicts, index, num = torch.ops.torchvm.verify_tree_greedy(
+            tokens, *links, logits.argmax(-1), n
+        )
+        return predicts, index, num
+    assert coins is not None
+    probs = sampling_probs(
+        logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
     )
-    return predicts, accept_index, accept_num
+    predicts, index, num = torch.ops.torchvm.verify_tree_sampling(
+        tokens, *links, probs, *coins, n, sampling.threshold_single, sampling.threshold_acc
+    )
+    return predicts, index, num
 
 
 def plain_step(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torchvm.backends.base import AttentionBackend, VerifyConfig
     from torchvm.engine.target import TargetModel
+    from torchvm.sampling import SamplingParams
 
 __all__ = ["Verifier", "plan_backend", "start_verifier"]
 
@@ -44,6 +45,7 @@ def start_verifier(
     config: VerifyConfig,
     max_bs: int,
     mask_mode: TreeMaskMode,
+    sampling: SamplingParams | None = None,
 ) -> Verifier:
     """Make a back end and its mask.
 
@@ -54,6 +56,7 @@ def start_verifier(
         config: what is fixed for the run.
         max_bs: most requests in a batch.
         mask_mode: the layout that is declared when the step allocates the mask.
+        sampling: how drafts are accepted; None is greedily.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
@@ -63,7 +66,7 @@ def start_verifier(
     if backend is None:
         made = CPUBackend(config)
         _check_kinds(target, made)
-        shape = StepShape(config.num_draft_tokens, config.max_context_len, mask_mode)
+        shape = StepShape(config.num_draft_tokens, config.max_context_len, mask_mode, sampling)
         return Verifier(made, shape, None, None)
     make = partial(make_backend, backend) if isinstance(backend, str) else backend
     probe = make(config)
@@ -75,7 +78,7 @@ def start_verifier(
     mask = owner.verify_mask
     _check_mask(owner, plan, max_bs, config)
     assert mask is not None
-    shape = StepShape(config.num_draft_tokens, config.max_context_len, mask.mode)
+    shape = StepShape(config.num_draft_tokens, config.max_context_len, mask.mode, sampling)
     return Verifier(owner, shape, mask.buffer, plan)
 
 
