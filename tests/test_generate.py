@@ -70,3 +70,19 @@ def test_plain_decoding_is_what_the_model_says(packaged: Any, decoders: Any) -> 
     best = logits[len(tokens) - 1 : -1]
     gaps = best.max(-1).values - best.gather(1, torch.tensor(sequence).unsqueeze(1)).squeeze(1)
     assert gaps.max() < 1e-2
+
+
+@pytest.mark.parametrize("backend", ["flash-attention", "flashinfer"])
+def test_other_back_ends_say_the_same(packaged: Any, decoders: Any, backend: str) -> None:
+    """Those whose kernels are furthest from the CPU's; the others run on small models."""
+    model, tokenizer = packaged
+    _, plain = decoders
+    decoder = SpeculativeDecoder(
+        model, PromptLookupDrafter(), batch_size=1, max_context_len=CONTEXT, inner="aot_eager",
+        backend=backend,
+    )  # fmt: skip
+    tokens = tokenizer(ITEMS).input_ids
+    found = decoder.decode([tokens], max_new_tokens=10)
+    _, (divergence,) = compare_with_plain(plain, [tokens], found.sequences, max_new_tokens=10)
+    assert divergence is None or divergence.is_near_tie, divergence
+    assert found.accepted_per_step >= 2
