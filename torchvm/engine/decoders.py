@@ -194,12 +194,17 @@ class PlainDecoder(Decoder):
         """Do nothing: every run is greedy."""
 
     def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
-        roots = torch.tensor([sequence[-1:] for sequence in batch.sequences])
+        device = self.target.device
+        roots = torch.tensor([sequence[-1:] for sequence in batch.sequences], device=device)
         seq_lens = batch.seq_lens()
         slots = list(range(self.batch_size))
         with _one_compile(warm=self._warm):
             tokens, logits = self._compiled(
-                self.target, cache, roots, torch.tensor(slots), torch.tensor(seq_lens)
+                self.target,
+                cache,
+                roots,
+                torch.tensor(slots, device=device),
+                torch.tensor(seq_lens, device=device),
             )
         self._warm = True
         cache.compact(slots, seq_lens, [()] * self.batch_size)
