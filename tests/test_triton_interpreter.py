@@ -9,9 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+
+def _series(package: str) -> tuple[int, int]:
+    major, minor = version(package).split(".")[:2]
+    return int(major), int(minor)
+
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -20,6 +27,8 @@ ROOT = HERE.parent
 @pytest.mark.parametrize("name", sorted(p.name for p in HERE.glob("triton_interpreted*.py")))
 def test_interpreted_kernels_equal_the_oracle_and_the_cpu(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is published for Linux alone")
+    if _series("triton") < (3, 7) and _series("numpy") >= (2, 4):
+        pytest.skip("the interpreter of Triton before 3.7 does not run with numpy 2.4 or newer")
     tests = HERE / name
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     ran = subprocess.run(
