@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests import launches, oracle
-from tests.trees import SIZES
 from torchvm.ops import candidates, tree, verify
 from torchvm.ops.kernels import triton_launch
 from torchvm.tools.bench.gpu import beam_search
@@ -19,11 +18,6 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 
 def test_random_trees() -> None:
     launches.check_random_trees(CPU, 2000)
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_every_change_of_layout(n: int) -> None:
-    launches.check_size(CPU, n, size=2 if n <= 129 else 1)
 
 
 def test_more_requests_than_one_scan_of_lengths() -> None:
