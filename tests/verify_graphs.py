@@ -220,6 +220,20 @@ def causal_reader_of_a_tree(parents: Tensor, seq_lens: Tensor) -> Any:
     return positions, READERS.block_causal(mask, seq_lens, parents.shape[1], FULL, False)
 
 
+@_case(Reason.COMPACTED)
+def causal_reader_of_a_beam(parents: Tensor, seq_lens: Tensor) -> Any:
+    """Deep enough to be a chain, but its first two nodes are siblings."""
+    mask = _alloc(parents)
+    (bs, n), topk, depth = parents.shape, 2, 8
+    selected = torch.arange(n - 1).expand(bs, n - 1).contiguous()
+    width = topk * (depth - 1) + 1
+    parent_list = torch.arange(-1, width - 1).expand(bs, width).contiguous()
+    positions = torch.ops.torchvm.build_tree(
+        parent_list, selected, seq_lens, mask, topk, depth, n, FULL, True
+    )[0]
+    return positions, READERS.block_causal(mask, seq_lens, n, FULL, False)
+
+
 @_case(Reason.FULL_READ)
 def chain_with_another_reader(parents: Tensor, seq_lens: Tensor) -> Any:
     mask = _alloc(parents)
