@@ -25,7 +25,7 @@ from torchvm.ops.kernels.triton_softmax import (
     tile_of,
     tile_shape,
 )
-from torchvm.ops.kernels.triton_unified import tanh
+from torchvm.ops.kernels.triton_tiles import tanh
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,6 +14,8 @@ import triton.language as tl
 
 from torchvm.ops.kernels.triton_launch import OPTIONS, device_of
 from torchvm.ops.kernels.triton_rows import length_of, live_cells
+from torchvm.ops.kernels.triton_softmax import dense_rows
+from torchvm.ops.kernels.triton_tiles import tanh
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,14 +100,6 @@ def depths_of(
         seen = cells_of(mask, origin, first + start, step, inside, numel, PACKED)
         count += tl.sum(seen.to(tl.int32), axis=1)
     return count
-
-
-@triton.jit
-def tanh(x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent, within a few units of float32's precision of 1; NaN stays."""
-    power = tl.exp(-2 * tl.abs(x))
-    result = (1 - power) / (1 + power)
-    return tl.where(x < 0, -result, result)
 
 
 @triton.jit(
@@ -313,7 +307,7 @@ def prefix_attention(
         return
     group = num_heads // num_kv_heads
     tile = prefix_tile(n * group, dim, query.element_size())._asdict()
-    query, k_cache, v_cache = (_dense_last(tensor) for tensor in (query, k_cache, v_cache))
+    query, k_cache, v_cache = (dense_rows(tensor) for tensor in (query, k_cache, v_cache))
     seq_lens, mask = seq_lens.contiguous(), mask.contiguous().view(torch.uint8)
     grid = (batch, num_kv_heads, triton.cdiv(n * group, tile["BLOCK_M"]))
     with device_of(query):
@@ -325,8 +319,3 @@ def prefix_attention(
             logit_cap, DIM=dim, GROUP=group, PACKED=mask_indptr is not None,
             HAS_WINDOW=sliding_window > 0, HAS_CAP=logit_cap > 0, **tile, **OPTIONS,
         )  # fmt: skip
-
-
-def _dense_last(tensor: Tensor) -> Tensor:
-    """The tensor, its last dimension contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -47,8 +47,10 @@ def split_batch(batch: VerifyBatch, bs: int) -> tuple[VerifyBatch, VerifyBatch]:
             raise ValueError(
                 "seq_lens_cpu must be the lengths on the host to split a FULL_MASK, got None"
             )
-        known = [0] * total if lengths is None else list(lengths)
-        _check_lengths(known if lengths is not None else None, batch.seq_lens)
+        known = [0] * total
+        if lengths is not None:
+            known = list(lengths)
+            _check_lengths(known, batch.seq_lens)
         middle = int(live_mask_numel(mode, bs, n, sum(known[:bs])))
         end = int(live_mask_numel(mode, total, n, sum(known)))
         if batch.tree_mask.numel() < end:
@@ -184,10 +186,8 @@ def _likeness(backend: AttentionBackend) -> tuple[object, ...]:
     return type(backend), backend.name, config
 
 
-def _check_lengths(lengths: list[int] | None, seq_lens: Tensor) -> None:
+def _check_lengths(lengths: list[int], seq_lens: Tensor) -> None:
     """Require host lengths to be those of the batch, as far as that is known without waiting."""
-    if lengths is None:
-        return
     on_host = seq_lens.device.type == "cpu" and not torch.compiler.is_compiling()
     if len(lengths) != seq_lens.shape[0] or (on_host and lengths != seq_lens.tolist()):
         raise ValueError(f"seq_lens_cpu must be the batch's seq_lens, got {lengths}")
