@@ -233,7 +233,7 @@ def test_mistakes_are_one_line_on_stderr(
     monkeypatch.setattr(sys, "argv", ["torchvm", "generate", "x", *arguments])
     with pytest.raises(SystemExit) as left:
         cli.main()
-    assert left.value.code == 1
+    assert left.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err

@@ -78,12 +78,12 @@ def dump(
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user's is one line on stderr and exit status 1."""
+    """Run the command line; a mistake of the user's is one line on stderr and exit status 2."""
     try:
         app()
     except CommandError as error:
         typer.echo(f"torchvm: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

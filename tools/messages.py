@@ -13,7 +13,10 @@ __all__ = ["CommandError", "progress"]
 
 
 class CommandError(Exception):
-    """A mistake of the user's; the message is one line that says what to do."""
+    """A mistake of the user's; the message is one line that says what to do.
+
+    `main` in cli.py prints it on stderr and ends with exit status 2, as for wrong usage.
+    """
 
 
 @contextmanager
