@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 from torchvm.backends.registry import BACKENDS
 from torchvm.tools import cli
 from torchvm.tools.cli import app
+from torchvm.tools.messages import CommandError
+from torchvm.tools.text_stream import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SMALL = ("--model", "small", "--inner", "aot_eager", "--max-new-tokens", "12")
 PROMPT = "abcabcab"
@@ -29,7 +32,11 @@ def _threads() -> Iterator[None]:
 
 
 def generated(*options: str) -> Any:
-    done = CliRunner().invoke(app, ["generate", PROMPT, *SMALL, *options])
+    return run(PROMPT, *options)
+
+
+def run(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, ["generate", *SMALL, *arguments])
     assert done.exit_code == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -79,6 +86,85 @@ def test_the_ledger_as_json() -> None:
     assert (by_step["backend"], by_step["declares_read"]) == ("cpu", None)
 
 
+def test_prompts_of_a_file_decode_together_as_they_do_alone(tmp_path: Path) -> None:
+    prompts = ["abcabcab", "zyx zyx\nzyx", "hello"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        "\n".join(
+            [
+                json.dumps(prompts[0]),
+                "",
+                json.dumps({"prompt": prompts[1], "id": 7}),
+                json.dumps(prompts[2]),
+            ]
+        )
+    )
+    options = ("--prompts-file", str(file), "--batch-size", "2", "--check")
+    found = json.loads(run(*options, "--json"))
+    assert (found["batch_size"], len(found["requests"])) == (2, 3)
+    for prompt, request in zip(prompts, found["requests"], strict=True):
+        alone = json.loads(run(prompt, "--no-compare", "--json"))
+        assert request["equals_plain"] is True
+        assert {name: alone[name] for name in ("tokens", "text", "prompt_tokens")} == {
+            name: request[name] for name in ("tokens", "text", "prompt_tokens")
+        }
+    shown = run(*options)
+    assert "--- 2 of 3 ---\n" in shown
+    assert "tokens          24 in 3 prompts, 36 generated, 2 requests at a time\n" in shown
+    file = tmp_path / "prompts.txt"
+    file.write_text("abcabcab\r\n\r\nhello\n", newline="")
+    (first, second) = json.loads(run("--prompts-file", str(file), "--json"))["requests"]
+    assert first["tokens"] == found["requests"][0]["tokens"]
+    assert second["tokens"] == found["requests"][2]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\n \n", "must hold at least one prompt, got none"),
+        ("a.txt", b"\xff\xfe\x00", "cannot read prompts from {file}: it is not UTF-8"),
+        ("a.jsonl", b'"x"\n{"text": "y"}', "line 2 of {file} must be a JSON string or an object"),
+        ("a.jsonl", b'"x"\n\n""', "the prompt in line 3 of {file} must be a text, got"),
+        ("a.jsonl", b"x", "line 1 of {file} must be a JSON string"),
+        ("a.txt", None, "cannot read prompts from {file}: No such file"),
+    ],
+)
+def test_a_file_without_prompts_is_a_mistake(
+    name: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    done = CliRunner().invoke(app, ["generate", "--prompts-file", str(file), *SMALL])
+    assert isinstance(done.exception, CommandError)
+    assert message.format(file=file) in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a PROMPT or a --prompts-file, and not both"),
+        (("x", "--prompts-file", "f"), "give a PROMPT or a --prompts-file, and not both"),
+        (("x", "--batch-size", "2"), "--batch-size is for prompts of a file"),
+        (("--prompts-file", "f", "--stream"), "--stream shows one text"),
+    ],
+)
+def test_prompts_come_from_one_place(arguments: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(app, ["generate", *SMALL, *arguments])
+    assert message in done.stderr + str(done.exception)
+
+
+def test_the_buffers_of_a_run() -> None:
+    found = json.loads(generated("--no-compare", "--json", "--backend", "flashinfer"))
+    rows = {row["name"]: (row["owner"], row["nbytes"]) for row in found["ledger"]}
+    assert rows["tree_mask"] == ("flashinfer", 2112)
+    assert rows["tokens"] == ("runner", 64)
+    shown = generated("--no-compare", "--backend", "flashinfer")
+    total = sum(nbytes for _, nbytes in rows.values())
+    assert f"  TARGET_VERIFY, {total:,} bytes: tokens 64, " in shown
+    assert "tree_mask 2,112 (flashinfer)" in shown
+
+
 def test_help_names_every_back_end() -> None:
     shown = CliRunner().invoke(app, ["generate", "--help"]).stdout
     assert ",".join(sorted(BACKENDS)) in "".join(shown.split()).replace("│", "")
@@ -99,10 +185,10 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
 def test_a_stream_shows_the_text_once() -> None:
     text = json.loads(generated("--json", "--no-compare"))["text"]
     shown = generated("--stream", "--no-compare")
-    assert shown.startswith(f"{text}\n\ntokens ")
-    assert shown.count(text) == 1
+    assert shown.startswith(f"{printable(text)}\n\ntokens ")
+    assert shown.count(printable(text)) == 1
     stopped = generated("--stream", "--no-compare", "--stop", text[3:5])
-    assert stopped.startswith(f"{text[:3]}\n\ntokens ")
+    assert stopped.startswith(f"{printable(text[:3])}\n\ntokens ")
 
 
 def test_samples_follow_the_seed() -> None:
@@ -159,7 +245,7 @@ def test_mistakes_are_one_line_on_stderr(
     monkeypatch.setattr(sys, "argv", ["torchvm", "generate", "x", *SMALL, *arguments])
     with pytest.raises(SystemExit) as left:
         cli.main()
-    assert left.value.code == 1
+    assert left.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err

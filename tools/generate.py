@@ -1,16 +1,21 @@
-"""torchvm generate: speculative decoding of one prompt, and what the compiler made of the mask."""
+"""torchvm generate: speculative decoding of prompts, and what the compiler made of the mask."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
 
 import typer
 
 from torchvm.tools.messages import CommandError, progress
 from torchvm.tools.models import PACKAGED, SMALL, Tokenizer, load_model, small_model
+from torchvm.tools.prompts import read_prompts
 
 __all__ = ["generate"]
+
+
+_BATCH = 8
 
 
 class MaskModeName(StrEnum):
@@ -29,7 +34,21 @@ class Inner(StrEnum):
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to continue or answer.")],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="What to continue or answer.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts in place of PROMPT: a line each; in a .jsonl file a JSON string each, "
+            "or an object with a `prompt`.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Prompts that decode together; by default all, up to {_BATCH}."),
+    ] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -113,6 +132,12 @@ def generate(
     from torchvm.tools.generate_report import as_dict, as_text
     from torchvm.tools.generate_run import Settings, run
 
+    if (prompt is None) == (prompts_file is None):
+        raise typer.BadParameter("give a PROMPT or a --prompts-file, and not both")
+    if batch_size is not None and prompts_file is None:
+        raise CommandError("--batch-size is for prompts of a file: give --prompts-file")
+    if stream and prompts_file is not None:
+        raise CommandError("--stream shows one text: leave --prompts-file out")
     if backend is not None and mask_mode is not None:
         raise CommandError("--mask-mode is for the step's own mask: leave it or --backend out")
     if stream and as_json:
@@ -125,6 +150,7 @@ def generate(
         raise CommandError("--check compares greedy tokens: leave --temperature out")
     if check and not compare:
         raise CommandError("--check needs plain decoding: leave --no-compare out")
+    texts = [prompt or ""] if prompts_file is None else read_prompts(prompts_file)
     with progress("Loading the model"):
         lm, tokenizer = small_model(backend) if model == SMALL else load_model(model)
     settings = Settings(
@@ -140,15 +166,17 @@ def generate(
         sampling=(temperature, top_p, top_k, seed) if temperature > 0 else None,
         stop=tuple(stop or ()),
         stream=stream,
+        batch_size=min(batch_size or _BATCH, len(texts)),
     )
+    prompts = [_encode(tokenizer, text, chat) for text in texts]
     try:
-        outcome = run(lm, tokenizer, _encode(tokenizer, prompt, chat), settings)
+        outcome = run(lm, tokenizer, prompts, settings)
     except (ValueError, TorchvmError) as error:
         raise CommandError(str(error)) from error
     if as_json:
         import json
 
-        typer.echo(json.dumps(as_dict(outcome)))
+        typer.echo(json.dumps(as_dict(outcome, listed=prompts_file is not None)))
     else:
         typer.echo(as_text(outcome, with_text=not stream))
     if check and not outcome.agrees:

@@ -9,11 +9,12 @@ import msgspec
 
 from torchvm.engine.check import NEAR_TIE
 from torchvm.ops.layout import TreeMaskMode, mask_storage
-from torchvm.tools.text_stream import cut
+from torchvm.tools.text_stream import cut, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchvm.buffers import LedgerRow
     from torchvm.engine.check import Divergence
     from torchvm.engine.decoders import Generation
     from torchvm.passes.report import MaskReport
@@ -32,7 +33,10 @@ class Outcome(NamedTuple):
     """Text of tokens."""
     stop: tuple[str, ...]
     """Strings that end the text, and are no part of it."""
-    prompt_tokens: int
+    prompt_tokens: list[int]
+    """Of each prompt."""
+    batch_size: int
+    """Requests that decoded together."""
     drafting: tuple[int, int, int]
     """topk, depth and num_draft_tokens."""
     draft_layers: int | None
@@ -44,23 +48,26 @@ class Outcome(NamedTuple):
     declares_read: bool | None
     """What the back end says of its mask; None when the step allocated the mask."""
     masks: tuple[MaskReport, ...]
+    ledger: tuple[LedgerRow, ...]
+    """Buffers of the verify phase."""
     plain: Generation | None
     """None when it was not asked for."""
     plain_compile_seconds: float
-    divergence: Divergence | None
+    divergences: list[Divergence | None]
+    """Where each request's tokens first differ from those of plain decoding."""
     inner: str
     threads: int
     context: int
 
     @property
-    def text(self) -> str:
-        """What was generated, up to a stop string."""
-        return cut(self.decode(self.generation.sequences[0]), self.stop)
+    def texts(self) -> list[str]:
+        """What was generated for each prompt, up to a stop string."""
+        return [cut(self.decode(tokens), self.stop) for tokens in self.generation.sequences]
 
     @property
     def agrees(self) -> bool:
-        """Whether plain decoding gave the same tokens, up to a near-tie."""
-        return self.divergence is None or self.divergence.is_near_tie
+        """Whether plain decoding gave the same tokens, up to near-ties."""
+        return all(found is None or found.is_near_tie for found in self.divergences)
 
     @property
     def speedup(self) -> float | None:
@@ -71,29 +78,33 @@ class Outcome(NamedTuple):
 
 
 def as_text(outcome: Outcome, *, with_text: bool = True) -> str:
-    """The generated text, unless it was shown already; an empty line, and a table of facts."""
+    """The generated texts, unless shown already; an empty line, and a table of facts."""
     rows = _facts(outcome)
     width = max(len(name) for name, _ in rows)
     table = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-    return f"{outcome.text}\n\n{table}" if with_text else f"\n{table}"
+    return f"{_texts(outcome)}\n\n{table}" if with_text else f"\n{table}"
 
 
-def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """The same facts as plain values."""
+def as_dict(outcome: Outcome, *, listed: bool = False) -> dict[str, Any]:
+    """The same facts as plain values.
+
+    Args:
+        outcome: of a run.
+        listed: put what each request has under "requests"; else that of the only one stands
+            beside the rest.
+    """
     run, plain = outcome.generation, outcome.plain
     topk, depth, num_draft_tokens = outcome.drafting
+    requests = [_request_dict(outcome, b) for b in range(len(run.sequences))]
     return {
-        "text": outcome.text,
-        "tokens": run.sequences[0],
-        "prompt_tokens": outcome.prompt_tokens,
-        "new_tokens": len(run.sequences[0]),
+        **({"requests": requests} if listed else requests[0]),
+        "batch_size": outcome.batch_size,
         "topk": topk,
         "depth": depth,
         "num_draft_tokens": num_draft_tokens,
         "draft_layers": outcome.draft_layers,
         "sampling": outcome.sampling and msgspec.structs.asdict(outcome.sampling),
         "steps": run.steps,
-        "accepted": run.accepted[0],
         "accepted_per_step": run.accepted_per_step,
         "tokens_per_second": run.tokens_per_second,
         "plain_tokens_per_second": plain and plain.tokens_per_second,
@@ -107,9 +118,31 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "backend": outcome.backend,
         "declares_read": outcome.declares_read,
         "masks": [_mask_dict(mask, num_draft_tokens) for mask in outcome.masks],
-        "equals_plain": None if plain is None else outcome.divergence is None,
-        "divergence": _divergence_dict(outcome.divergence),
+        "ledger": [msgspec.structs.asdict(row) for row in outcome.ledger],
     }
+
+
+def _request_dict(outcome: Outcome, b: int) -> dict[str, Any]:
+    """What one request has of its own."""
+    tokens, divergence = outcome.generation.sequences[b], outcome.divergences[b]
+    return {
+        "text": outcome.texts[b],
+        "tokens": tokens,
+        "prompt_tokens": outcome.prompt_tokens[b],
+        "new_tokens": len(tokens),
+        "accepted": outcome.generation.accepted[b],
+        "equals_plain": None if outcome.plain is None else divergence is None,
+        "divergence": _divergence_dict(divergence),
+    }
+
+
+def _texts(outcome: Outcome) -> str:
+    """The only text as it is; of several, each below a line with its number."""
+    texts = [printable(text) for text in outcome.texts]
+    if len(texts) == 1:
+        return texts[0]
+    parts = [f"--- {b} of {len(texts)} ---\n{text}" for b, text in enumerate(texts, start=1)]
+    return "\n\n".join(parts)
 
 
 def _facts(outcome: Outcome) -> list[tuple[str, str]]:
@@ -119,7 +152,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     layers = outcome.draft_layers
     by = "prompt lookup" if layers is None else f"the first {layers} layers"
     rows = [
-        ("tokens", f"{outcome.prompt_tokens} in the prompt, {len(run.sequences[0])} generated"),
+        ("tokens", _token_counts(outcome)),
         ("drafts", f"{by}: topk {topk}, depth {depth}, {num_draft_tokens} nodes a tree"),
         ("steps", f"{run.steps}, accepting {run.accepted_per_step:.2f} drafts each on average"),
         ("speed", f"{run.tokens_per_second:.1f} tokens/s on {threads} ({outcome.inner})"),
@@ -139,9 +172,30 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
         rows.insert(1, ("sampling", f"temperature {chosen.temperature:g}, {limits}"))
     for mask in outcome.masks:
         rows += _mask_rows(mask, num_draft_tokens)
+    rows.append(("buffers", _ledger(outcome.ledger)))
     if plain is not None:
-        rows.append(("check", _verdict(outcome)))
+        rows += [("check", verdict) for verdict in _verdicts(outcome)]
     return rows
+
+
+def _token_counts(outcome: Outcome) -> str:
+    new = sum(map(len, outcome.generation.sequences))
+    counts = outcome.prompt_tokens
+    if len(counts) == 1:
+        return f"{counts[0]} in the prompt, {new} generated"
+    return (
+        f"{sum(counts)} in {len(counts)} prompts, {new} generated, "
+        f"{outcome.batch_size} requests at a time"
+    )
+
+
+def _ledger(ledger: tuple[LedgerRow, ...]) -> str:
+    """Bytes of each slot, with its owner where that is not the runner."""
+    slots = ", ".join(
+        f"{row.name} {row.nbytes:,}" + (f" ({row.owner})" if row.owner != "runner" else "")
+        for row in ledger
+    )
+    return f"{ledger[0].phase}, {_bytes(sum(row.nbytes for row in ledger))}: {slots}"
 
 
 def _mask_rows(mask: MaskReport, num_draft_tokens: int) -> list[tuple[str, str]]:
@@ -192,10 +246,20 @@ def _mask_dict(mask: MaskReport, num_draft_tokens: int) -> dict[str, Any]:
     }
 
 
-def _verdict(outcome: Outcome) -> str:
-    found = outcome.divergence
-    if found is None:
-        return "the tokens equal those of plain decoding"
+def _verdicts(outcome: Outcome) -> list[str]:
+    """One line if all is equal, else one for each difference."""
+    found = [difference for difference in outcome.divergences if difference is not None]
+    if not found:
+        return ["the tokens equal those of plain decoding"]
+    several = len(outcome.divergences) > 1
+    lines = []
+    for b, difference in enumerate(outcome.divergences, start=1):
+        if difference is not None:
+            lines.append(f"{f'prompt {b}: ' * several}{_verdict(outcome, difference)}")
+    return lines
+
+
+def _verdict(outcome: Outcome, found: Divergence) -> str:
     names = [
         "the end" if token is None else f"{token} {outcome.decode([token])!r}"
         for token in (found.token, found.plain_token)

@@ -16,19 +16,21 @@ from torchvm.engine import (
     SpeculativeDecoder,
 )
 from torchvm.engine.check import compare_with_plain
+from torchvm.engine.decoders import Generation
 from torchvm.engine.speculative import context_for
 from torchvm.engine.transformers_target import as_target
 from torchvm.ops.layout import TreeMaskMode
 from torchvm.sampling import SamplingParams
 from torchvm.tools.generate_report import Outcome
 from torchvm.tools.messages import progress
-from torchvm.tools.text_stream import TextStream, cut
+from torchvm.tools.text_stream import TextStream, cut, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedModel
 
+    from torchvm.engine.check import Divergence
     from torchvm.engine.drafts import Drafter
     from torchvm.engine.target import TargetModel
     from torchvm.tools.models import Tokenizer
@@ -60,20 +62,22 @@ class Settings(NamedTuple):
     """temperature, top_p, top_k and seed."""
     stop: tuple[str, ...]
     stream: bool
+    batch_size: int
+    """Requests that decode together."""
 
 
 def run(
     model: PreTrainedModel | TargetModel,
     tokenizer: Tokenizer,
-    tokens: list[int],
+    prompts: list[list[int]],
     settings: Settings,
 ) -> Outcome:
-    """Decode one prompt.
+    """Decode prompts, so many at a time.
 
     Args:
         model: the target.
         tokenizer: of its texts.
-        tokens: the prompt.
+        prompts: tokens of each.
         settings: the command's options.
 
     Raises:
@@ -83,12 +87,12 @@ def run(
     torch.set_num_threads(settings.threads or _available_cores())
     target = as_target(model)
     context = settings.max_context_len or context_for(
-        target.max_position_embeddings, [tokens], settings.max_new_tokens
+        target.max_position_embeddings, prompts, settings.max_new_tokens
     )
     speculative = SpeculativeDecoder(
         target,
         _drafter(model, settings, context),
-        batch_size=1,
+        batch_size=settings.batch_size,
         max_context_len=context,
         inner=settings.inner,
         mask_mode=_MODES[settings.mask_mode],
@@ -100,48 +104,25 @@ def run(
         compile_seconds = speculative.warm_up()
     verifier = speculative.verifier
     masks = reports()[before:] if verifier.plan is None else (verifier.plan.report(),)
-    eos = _eos_token_ids(model, tokenizer)
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    def has_stopped(_: int, new: Sequence[int]) -> bool:
-        text = decode(list(new))
-        return cut(text, settings.stop) != text
-
-    stop_when = has_stopped if settings.stop else None
-    with progress("Decoding") as show:
-        stream = TextStream(decode, settings.stop, _write)
-        generation = speculative.decode(
-            [tokens],
-            max_new_tokens=settings.max_new_tokens,
-            eos_token_ids=eos,
-            on_step=_feed(stream) if settings.stream else _counter(show),
-            stop_when=stop_when,
-        )
-    if settings.stream:
-        stream.finish()
-        _write("\n")
-    plain = divergence = None
-    plain_compile_seconds = 0.0
+    texts = _Texts(model, tokenizer, settings)
+    generation = _speculate(speculative, prompts, texts, settings)
+    divergences: list[Divergence | None] = [None] * len(prompts)
+    plain, plain_compile_seconds = None, 0.0
     if settings.compare:
-        decoder = PlainDecoder(target, batch_size=1, max_context_len=context, inner=settings.inner)
+        decoder = PlainDecoder(
+            target,
+            batch_size=settings.batch_size,
+            max_context_len=context,
+            inner=settings.inner,
+        )
         with progress(f"Compiling plain decoding ({settings.inner})"):
             plain_compile_seconds = decoder.warm_up()
-        with progress("Decoding plainly") as show:
-            plain, (divergence,) = compare_with_plain(
-                decoder,
-                [tokens],
-                generation.sequences,
-                max_new_tokens=settings.max_new_tokens,
-                eos_token_ids=eos,
-                on_step=_counter(show),
-                stop_when=stop_when,
-            )
+        plain, divergences = _compare(decoder, prompts, generation.sequences, texts, settings)
     return Outcome(
-        decode=decode,
+        decode=texts.decode,
         stop=settings.stop,
-        prompt_tokens=len(tokens),
+        prompt_tokens=[len(prompt) for prompt in prompts],
+        batch_size=settings.batch_size,
         drafting=settings.drafting,
         draft_layers=settings.draft_layers,
         sampling=_sampling(settings),
@@ -150,12 +131,97 @@ def run(
         backend=verifier.backend.name,
         declares_read=verifier.backend.is_read if verifier.plan else None,
         masks=masks,
+        ledger=speculative.runner.ledger(),
         plain=plain,
         plain_compile_seconds=plain_compile_seconds,
-        divergence=divergence,
+        divergences=divergences,
         inner=settings.inner,
         threads=torch.get_num_threads(),
         context=context,
+    )
+
+
+class _Texts:
+    """Where texts end, and how they are written."""
+
+    def __init__(
+        self, model: PreTrainedModel | TargetModel, tokenizer: Tokenizer, settings: Settings
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = settings.stop
+        self.limits: dict[str, Any] = {
+            "max_new_tokens": settings.max_new_tokens,
+            "eos_token_ids": _eos_token_ids(model, tokenizer),
+            "stop_when": self._has_stopped if settings.stop else None,
+        }
+        """What ends a request, as `Decoder.decode` takes it."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        """A text that is written to stdout as it comes."""
+        return TextStream(self.decode, self._stop, _write)
+
+    def _has_stopped(self, _: int, new: Sequence[int]) -> bool:
+        text = self.decode(list(new))
+        return cut(text, self._stop) != text
+
+
+def _speculate(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], texts: _Texts, settings: Settings
+) -> Generation:
+    """Decode batch by batch."""
+    stream = texts.stream()
+    with progress("Decoding") as show:
+        on_step = _feed(stream) if settings.stream else _counter(show)
+        found = [
+            decoder.decode(batch, on_step=on_step, **texts.limits)
+            for batch in _batches(prompts, settings)
+        ]
+    if settings.stream:
+        stream.finish()
+        _write("\n")
+    return _joined(found)
+
+
+def _compare(
+    decoder: PlainDecoder,
+    prompts: list[list[int]],
+    sequences: list[list[int]],
+    texts: _Texts,
+    settings: Settings,
+) -> tuple[Generation, list[Divergence | None]]:
+    """Decode plainly batch by batch; find where each request differs first."""
+    found: list[Generation] = []
+    divergences: list[Divergence | None] = []
+    with progress("Decoding plainly") as show:
+        on_step = _counter(show)
+        for batch in _batches(prompts, settings):
+            done = len(divergences)
+            compared = sequences[done : done + len(batch)]
+            generation, differences = compare_with_plain(
+                decoder, batch, compared, on_step=on_step, **texts.limits
+            )
+            found.append(generation)
+            divergences += differences
+    return _joined(found), divergences
+
+
+def _batches(prompts: list[list[int]], settings: Settings) -> list[list[list[int]]]:
+    size = settings.batch_size
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def _joined(found: list[Generation]) -> Generation:
+    """One run of all batches, one behind the other."""
+    return Generation(
+        [row for run in found for row in run.sequences],
+        [row for run in found for row in run.accepted],
+        sum(run.steps for run in found),
+        sum(run.prefill_seconds for run in found),
+        sum(run.decode_seconds for run in found),
     )
 
 
@@ -171,7 +237,7 @@ def _drafter(model: PreTrainedModel | TargetModel, settings: Settings, context: 
         topk=topk,
         depth=depth,
         num_draft_tokens=num_draft_tokens,
-        batch_size=1,
+        batch_size=settings.batch_size,
         max_context_len=context,
     )
 
@@ -184,7 +250,7 @@ def _sampling(settings: Settings) -> SamplingParams | None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 

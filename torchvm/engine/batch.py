@@ -24,6 +24,7 @@ class Batch:
         max_context_len: most tokens of a request, prompt included.
         stop_when: is given a request's number and its new tokens, after each of them; True ends
             the request, which keeps the token.
+        idle: rows behind the prompts' that decode nothing, for a batch of a fixed size.
 
     Raises:
         ValueError: when a prompt leaves no room for a token, or the budget is below 1.
@@ -37,6 +38,7 @@ class Batch:
         eos_token_ids: Collection[int],
         max_context_len: int,
         stop_when: Callable[[int, Sequence[int]], bool] | None = None,
+        idle: int = 0,
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
@@ -46,8 +48,8 @@ class Batch:
                     f"prompt {b} must have 1 to {max_context_len - 1} tokens, so that one more "
                     f"fits the context of {max_context_len}, got {len(prompt)}"
                 )
-        self.sequences = [list(prompt) for prompt in prompts]
-        self.active = [True] * len(prompts)
+        self.sequences = [*(list(prompt) for prompt in prompts), *([0] for _ in range(idle))]
+        self.active = [True] * len(prompts) + [False] * idle
         self._starts = [len(prompt) for prompt in prompts]
         self._ends = [min(s + max_new_tokens, max_context_len) for s in self._starts]
         self._eos = frozenset(eos_token_ids)
@@ -76,9 +78,9 @@ class Batch:
         return self._stop_when is not None and self._stop_when(b, sequence[self._starts[b] :])
 
     def new_tokens(self) -> list[list[int]]:
-        """Return what was appended to each request."""
+        """Return what was appended to each prompt."""
         return [
-            sequence[start:] for sequence, start in zip(self.sequences, self._starts, strict=True)
+            sequence[start:] for sequence, start in zip(self.sequences, self._starts, strict=False)
         ]
 
 

@@ -68,7 +68,7 @@ class Decoder(ABC):
 
     Args:
         model: a Llama-like causal LM of transformers in eval mode, or any `TargetModel`.
-        batch_size: B, the number of prompts of every run.
+        batch_size: B, the most prompts of a run.
         max_context_len: most tokens of a request, prompt included.
         inner: what compiles the step, "inductor" or "aot_eager".
 
@@ -123,7 +123,7 @@ class Decoder(ABC):
         """Decode a batch.
 
         Args:
-            prompts: `batch_size` lists of tokens.
+            prompts: 1 to `batch_size` lists of tokens; the rows of those that are missing idle.
             max_new_tokens: budget of each request.
             eos_token_ids: a request ends with the first of these.
             on_step: is given the new tokens of each request after every step.
@@ -131,17 +131,18 @@ class Decoder(ABC):
                 ends the request, which keeps the token.
 
         Raises:
-            ValueError: when a prompt leaves no room for a token.
+            ValueError: for no prompts or too many, or one that leaves no room for a token.
             RuntimeError: when a step after the first would be compiled anew.
         """
-        if len(prompts) != self.batch_size:
-            raise ValueError(f"prompts must be {self.batch_size}, got {len(prompts)}")
+        if not 1 <= len(prompts) <= self.batch_size:
+            raise ValueError(f"prompts must be 1 to {self.batch_size}, got {len(prompts)}")
         batch = Batch(
             prompts,
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_token_ids,
             max_context_len=self.max_context_len,
             stop_when=stop_when,
+            idle=self.batch_size - len(prompts),
         )
         accepted: list[list[int]] = [[] for _ in prompts]
         steps = 0
@@ -154,7 +155,7 @@ class Decoder(ABC):
             while any(batch.active):
                 found = self._advance(cache, batch)
                 steps += 1
-                appended = [batch.extend(b, tokens) for b, tokens in enumerate(found)]
+                appended = [batch.extend(b, found[b]) for b in range(len(prompts))]
                 for row, tokens in zip(accepted, appended, strict=True):
                     row.extend([len(tokens) - 1] if tokens else [])
                 if on_step:
