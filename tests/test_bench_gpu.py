@@ -35,7 +35,7 @@ def test_says_in_one_line_that_there_is_no_gpu(
 def test_times_every_op_at_every_size() -> None:
     measured = list(gpu.rows(SMALL, _clock, torch.device("cpu")))
     written = {(row.op, row.size): row.written for row in measured}
-    assert len(written) == len(measured) == 4 * 6 + 4
+    assert len(written) == len(measured) == 4 * 6 + 4 + 2
     outputs = 3 * 16 * 4 * 8
     assert written["build_tree QLEN_ONLY", "3 x 16"] == 3 * 16 * 16 + outputs
     assert written["build_tree QLEN_ONLY_BITPACKING", "3 x 16"] == 3 * 16 * 2 + outputs
@@ -45,6 +45,9 @@ def test_times_every_op_at_every_size() -> None:
     assert written["FULL_MASK, every cell live", "5 x 4 x 5,000"] == 5 * 4 * 5004
     assert written["FULL_MASK, one request of 4,096 live", "5 x 4 x 5,000"] == 4 * 4096 + 5 * 16
     assert written["refill: mask.fill_(True)", "5 x 4 x 5,000"] == 5 * 4 * 5004
+    results = 5 * 4 * 8 + 5 * 4 * 4 * 2 + 5 * 4
+    assert written["step, mask as declared", "5 x 4 x 5,000"] == 5 * 4 * 5004 + results
+    assert written["step, mask as the passes lay it out", "5 x 4 x 5,000"] == 5 * 4 * 4 + results
 
 
 def test_prints_a_table_or_json(
@@ -55,6 +58,8 @@ def test_prints_a_table_or_json(
         gpu.Row("FULL_MASK, one request", "large", 30, 4.0, 1.0),
         gpu.Row("refill", "large", 3000, 4.0, 2.0),
         gpu.Row("copy", "large", 3000, 4.0, 1.5),
+        gpu.Row("kept", "large", 3100, 9.0, 8.0),
+        gpu.Row("elided", "large", 100, 3.0, 2.0),
     ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -67,6 +72,7 @@ def test_prints_a_table_or_json(
         "FULL_MASK,", "every", "cell", "live", "large", "3,000", "4.0", "3.00", "1.0",
     ]  # fmt: skip
     assert "0.67 of the refill's rate; a copy moves 4 GB/s" in lines[-1]
+    assert lines[-2] == "step large: 8.0 us with the FULL mask, 2.0 us without it, 4.00 x"
     assert lines[-1].endswith("the FULL write reaches 0.25")
     assert gpu.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)

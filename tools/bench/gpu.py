@@ -1,9 +1,10 @@
-"""Time the ops on a GPU: builds, the FULL mask beside a refill, verification, selection.
+"""Time the ops on a GPU: builds, the FULL mask beside a refill, verification, selection, a step.
 
     python -m torchvm.tools.bench.gpu [--json]
 
 Each op is timed eagerly, launch included, and replayed from a CUDA graph, which is what an
-engine runs. Rates are of bytes written; the ceiling is a measured copy on the same device.
+engine runs. Rates are of bytes written; the ceiling is a measured copy on the same device. Last
+stands a compiled step whose mask nobody reads, captured as declared and as the passes lay it out.
 With no GPU it says so in one line and exits with 2.
 """
 
@@ -14,14 +15,18 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from torchvm.compilation import PASS_NAMES, reports
 from torchvm.ops.candidates import select_draft_candidates
 from torchvm.ops.layout import TreeMaskMode, live_mask_numel, mask_storage
+from torchvm.ops.mask import alloc_verify_mask
 from torchvm.ops.tree import build_tree, build_tree_from_parents
 from torchvm.ops.verify import verify_tree_greedy
+from torchvm.passes.report import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,12 +182,51 @@ def _large(sizes: Sizes, clock: Clock, device: torch.device) -> Iterator[Row]:
     yield Row("copy of the mask", size, mask.nbytes, *clock(lambda: other.copy_(mask)))
 
 
+def _steps(sizes: Sizes, clock: Clock, device: torch.device) -> Iterator[Row]:
+    """Build and verification in one compiled step, with the mask kept FULL and elided.
+
+    Raises:
+        RuntimeError: when the two do not give the same results, or the mask was not elided.
+    """
+    batch, n, context = sizes.large
+
+    def step(tokens: Tensor, parents: Tensor, seq_lens: Tensor, target: Tensor) -> tuple[Any, ...]:
+        mask = alloc_verify_mask(batch, n, context, TreeMaskMode.FULL_MASK, device=device)
+        positions, index, token, sibling = build_tree_from_parents(
+            parents, seq_lens, mask, num_draft_tokens=n, tree_mask_mode=TreeMaskMode.FULL_MASK
+        )
+        return positions, *verify_tree_greedy(tokens, index, token, sibling, target, max_accept=n)
+
+    tokens = torch.arange(batch * n, device=device).view(batch, n)
+    parents = torch.arange(-1, n - 1, device=device).expand(batch, -1).contiguous()
+    seq_lens = torch.full((batch,), context, dtype=torch.int64, device=device)
+    inputs = (tokens, parents, seq_lens, tokens + 1)
+    inner = "inductor" if device.type == "cuda" else "aot_eager"
+    results, verdicts = [], []
+    for name, passes in (("as declared", ()), ("as the passes lay it out", PASS_NAMES)):
+        torch._dynamo.reset()
+        options: dict[str, Any] = {"inner": inner, "passes": passes}
+        compiled = torch.compile(
+            step, backend="torchvm", fullgraph=True, dynamic=False, options=options
+        )
+        results.append(tuple(output.clone() for output in compiled(*inputs)))
+        report = reports()[-1]
+        verdicts.append(report.verdict)
+        written = n * batch * n + int(passes == ()) * n * int(seq_lens.sum())
+        written += sum(output.nbytes for output in results[0])
+        size = f"{batch} x {n} x {context:,}"
+        yield Row(f"step, mask {name}", size, written, *clock(partial(compiled, *inputs)))
+    if not all(map(torch.equal, *results)) or verdicts != [Reason.PASS_OFF, Reason.ELIDED]:
+        raise RuntimeError(f"the steps must agree and the second elide its mask, got {verdicts}")
+
+
 def rows(sizes: Sizes, clock: Clock, device: torch.device) -> Iterator[Row]:
     """Every line of the table, as it is measured."""
     for tree in sizes.trees:
         for batch in sizes.batches:
             yield from _builds(sizes, batch, tree, clock, device)
     yield from _large(sizes, clock, device)
+    yield from _steps(sizes, clock, device)
 
 
 def _median_us(call: Callable[[], object], calls: int) -> float:
@@ -229,9 +273,11 @@ def _print(measured: Iterator[Row]) -> list[Row]:
 
 
 def _conclusion(measured: list[Row]) -> str:
-    """How the FULL write stands beside the refill and the copy, which also reads."""
-    live, _, refill, copy = measured[-4:]
+    """How the FULL write stands beside the refill and the copy, which also reads; the steps."""
+    live, _, refill, copy, kept, elided = measured[-6:]
     return (
+        f"step {kept.size}: {kept.replay_us:.1f} us with the FULL mask, {elided.replay_us:.1f} us "
+        f"without it, {kept.replay_us / elided.replay_us:.2f} x\n"
         f"FULL_MASK {live.size}: {live.gb_per_s / refill.gb_per_s:.2f} of the refill's rate; "
         f"a copy moves {2 * copy.gb_per_s:.0f} GB/s, read and written, "
         f"of which the FULL write reaches {live.gb_per_s / copy.gb_per_s / 2:.2f}"
