@@ -146,6 +146,17 @@ def select_draft_candidates(
 
     Raises:
         ValueError: for a level whose shape or dtype does not fit, or too few candidates.
+
+    Example:
+        >>> import torch, torchvm
+        >>> found = torchvm.select_draft_candidates(
+        ...     [torch.tensor([[[0.6, 0.3]]]), torch.tensor([[[0.5, 0.1], [0.2, 0.1]]])],
+        ...     [torch.tensor([[11, 12]]), torch.tensor([[21, 22, 23, 24]])],
+        ...     [torch.tensor([[-1, 0, 1]]), torch.tensor([[2, 4]])],
+        ...     num_draft_tokens=4,
+        ... )
+        >>> found.selected_index.tolist(), found.draft_tokens.tolist()
+        ([[0, 1, 2]], [[11, 12, 21]])
     """
     if not score_list:
         raise ValueError("score_list must have at least one level, got none")

@@ -127,6 +127,14 @@ def alloc_verify_mask(
 
     Raises:
         ValueError: for a negative size, an unknown mode, or a dtype that the mode cannot have.
+
+    Example:
+        >>> import torchvm
+        >>> from torchvm import TreeMaskMode
+        >>> torchvm.alloc_verify_mask(2, 4, 100, TreeMaskMode.FULL_MASK).shape
+        torch.Size([832])
+        >>> torchvm.alloc_verify_mask(2, 4, 100, TreeMaskMode.QLEN_ONLY_BITPACKING).shape
+        torch.Size([8])
     """
     mask: Tensor = _OP(
         bs,
@@ -169,6 +177,16 @@ def mask_convert(
     Raises:
         ValueError: for a shape, dtype or mode that does not fit, a mask that is too small, or a
             length that is negative or does not fit the result.
+
+    Example:
+        >>> import torch, torchvm
+        >>> from torchvm import TreeMaskMode
+        >>> block = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0, 1], dtype=torch.bool)
+        >>> torchvm.mask_convert(
+        ...     block, torch.tensor([2]), from_mode=TreeMaskMode.QLEN_ONLY,
+        ...     to_mode=TreeMaskMode.QLEN_ONLY_BITPACKING, num_draft_tokens=3, max_context_len=2,
+        ... ).tolist()
+        [1, 3, 5]
     """
     converted: Tensor = _CONVERT_OP(
         mask, int64(seq_lens), int(from_mode), int(to_mode), num_draft_tokens, max_context_len

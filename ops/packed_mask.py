@@ -126,5 +126,14 @@ def pack_mask_bits(
             above `max_context_len`, or the mask too small for the lengths, is looked at on the
             CPU alone; a GPU drops what does not fit the result and takes cells past the mask
             for 0.
+
+    Example:
+        >>> import torch, torchvm
+        >>> mask = torch.ones(4, dtype=torch.bool)  # one row of three prefix columns and itself
+        >>> packed = torchvm.pack_mask_bits(
+        ...     mask, torch.tensor([3]), num_draft_tokens=1, max_context_len=3
+        ... )
+        >>> packed.packed_mask.tolist(), packed.mask_indptr.tolist()
+        ([15], [0, 1])
     """
     return PackedMask(*_OP(tree_mask, int64(seq_lens), num_draft_tokens, max_context_len))

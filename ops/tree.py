@@ -249,6 +249,18 @@ def build_tree(
     Raises:
         ValueError: for a shape, dtype or size that does not fit, on the CPU also where a length
             is negative or the buffer is too small for these lengths. Nothing is written then.
+
+    Example:
+        A child of the root, candidate 0, and a child of that, candidate 2:
+
+        >>> import torch, torchvm
+        >>> mask = torch.zeros(9, dtype=torch.bool)
+        >>> tree = torchvm.build_tree(
+        ...     torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 2]]), torch.tensor([5]), mask,
+        ...     topk=2, depth=2, num_draft_tokens=3, tree_mask_mode=torchvm.TreeMaskMode.QLEN_ONLY,
+        ... )
+        >>> tree.positions.tolist()
+        [5, 6, 7]
     """
     return DraftTree(
         *_OP(
@@ -283,6 +295,25 @@ def build_tree_from_parents(
 
     Raises:
         ValueError: as `build_tree`.
+
+    Example:
+        A root with two children, the first of which has one of its own:
+
+        >>> import torch, torchvm
+        >>> mask = torch.zeros(16, dtype=torch.bool)
+        >>> tree = torchvm.build_tree_from_parents(
+        ...     torch.tensor([[-1, 0, 0, 1]]), torch.tensor([5]), mask,
+        ...     num_draft_tokens=4, tree_mask_mode=torchvm.TreeMaskMode.QLEN_ONLY,
+        ... )
+        >>> mask.view(4, 4).int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 0, 1, 0],
+                [1, 1, 0, 1]], dtype=torch.int32)
+        >>> tree.positions.tolist(), tree.retrieve_next_token.tolist()
+        ([5, 6, 6, 7], [[1, 3, -1, -1]])
+        >>> tree.retrieve_next_sibling.tolist()
+        [[-1, 2, -1, -1]]
     """
     return DraftTree(
         *_PARENTS_OP(

@@ -157,6 +157,18 @@ def expand_tree_pages(
     Raises:
         ValueError: for a shape, dtype, size or device that does not fit, and on the CPU for
             lengths that do not fit mask and page table. On a GPU nobody sees such nodes.
+
+    Example:
+        Positions 6 and 7 lie in page 0 and position 8 in page 1:
+
+        >>> import torch, torchvm
+        >>> block = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0, 1], dtype=torch.bool)
+        >>> slots, counts = torchvm.expand_tree_pages(
+        ...     block, torch.tensor([6]), torch.tensor([[2, 0, 1]], dtype=torch.int32),
+        ...     num_draft_tokens=3, page_size=4, tree_mask_mode=torchvm.TreeMaskMode.QLEN_ONLY,
+        ... )
+        >>> slots.tolist(), counts.tolist()
+        ([[2, 0, 0], [2, 3, 0], [2, 4, 0]], [1, 2, 2])
     """
     slots, counts = _OP(
         tree_mask, int64(seq_lens), page_table, num_draft_tokens, page_size, int(tree_mask_mode)

@@ -151,6 +151,19 @@ def verify_tree_greedy(
 
     Raises:
         ValueError: for a shape or dtype that does not fit.
+
+    Example:
+        The target says 7 after the root, and 9 after that node, which nobody drafted:
+
+        >>> import torch, torchvm
+        >>> verified = torchvm.verify_tree_greedy(
+        ...     torch.tensor([[3, 6, 7]]), torch.tensor([[0, 1, 2]]), torch.tensor([[1, -1, -1]]),
+        ...     torch.tensor([[-1, 2, -1]]), torch.tensor([[7, 0, 9]]), max_accept=2,
+        ... )
+        >>> verified.accept_index.tolist(), verified.accept_token_num.tolist()
+        ([[0, 2]], [1])
+        >>> verified.predicts.tolist()
+        [7, -1, 9]
     """
     return Verification(
         *_OP(

@@ -64,6 +64,14 @@ def sampling_probs(
     Raises:
         TypeError: when `logits` is not floating point.
         ValueError: when another argument is out of its range.
+
+    Example:
+        >>> import torch, torchvm
+        >>> logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).log_softmax(-1)
+        >>> torchvm.sampling_probs(logits, temperature=1.0, top_k=2)
+        tensor([0.7311, 0.2689, 0.0000, 0.0000])
+        >>> torchvm.sampling_probs(logits, temperature=0.0)
+        tensor([1., 0., 0., 0.])
     """
     _check(logits, temperature, top_p, top_k)
     logits = logits.float()

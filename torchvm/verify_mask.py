@@ -89,6 +89,17 @@ def maybe_create_verify_mask(
 
     Raises:
         ValueError: for a max_bs below 1, a negative size, an unknown mode or another dtype.
+
+    Example:
+        >>> import torchvm
+        >>> owner = torchvm.maybe_create_verify_mask(
+        ...     is_draft_runner=False, skip_prefill=False, max_bs=8, max_context_len=1024,
+        ...     num_draft_tokens=4, device="cpu", is_read=False,
+        ... )
+        >>> owner.mode.name, owner.buffer.numel()
+        ('QLEN_ONLY', 128)
+        >>> owner.fits(8, 4), owner.fits(9, 4)
+        (True, False)
     """
     if is_draft_runner or skip_prefill or not num_draft_tokens:
         return None
