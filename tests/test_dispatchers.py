@@ -79,6 +79,7 @@ def recorder(log: Log, kind: LayerKind = LayerKind.grouped_query) -> Any:
     """Make a child that has exactly the contract's members, present and future, and logs them."""
     answers: dict[str, Any] = {
         "name": "recorder", "layer_kinds": frozenset({kind}), "config": config(),
+        "persistent_buffers": {"own": torch.zeros(2)},
     }  # fmt: skip
     body: dict[str, Any] = {}
     for name in MEMBERS:
@@ -129,9 +130,15 @@ def dispatchers() -> dict[str, tuple[AttentionBackend, list[Log], list[Log], lis
 # Members that two-batch overlap asks of its children, and others of both of theirs.
 OF_CHILDREN = {
     "init_forward_metadata", "forward_verify", "update_verify_buffers_to_fill_after_draft",
-    "init_cuda_graph_state",
+    "init_cuda_graph_state", "persistent_buffers",
 }  # fmt: skip
 OF_CHILDREN_ALONE = {"init_forward_metadata", "forward_verify"}
+
+
+BUFFERS = {
+    "decode": ["own"], "prefill": ["own"], "hybrid-linear": ["full.own", "linear.own"],
+    "two-batch": ["first.own", "primary.own", "second.own"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -149,6 +156,8 @@ def test_every_member_reaches_the_child(which: str, member: str) -> None:
         answer = getattr(dispatcher, member)
         if member == "verify_mask":
             assert answer is asked[0].mask is not None
+        if member == "persistent_buffers":
+            assert sorted(answer) == BUFFERS[which]
     else:
         known: dict[str, Any] = {
             "max_bs": 4, "batch": batch, "tree": tree, "layer": grouped(4), "metadata": metadata,

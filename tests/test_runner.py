@@ -214,6 +214,14 @@ def test_the_ledger_of_a_run() -> None:
     assert fresh.data_ptr() != mask.data_ptr()
 
 
+def test_the_ledger_has_the_back_ends_other_buffers() -> None:
+    kinds = KINDS["hybrid-linear"]
+    decoder = decoder_of(small(kinds), Silent(), BS, backend="hybrid-linear")
+    rows = {row.name: row for row in decoder.runner.ledger()}
+    for name in ("linear.next_token", "linear.next_sibling"):
+        assert (rows[name].owner, rows[name].nbytes) == ("hybrid-linear(cpu, linear)", BS * 4 * 8)
+
+
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096

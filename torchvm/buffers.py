@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-__all__ = ["Fill", "LedgerRow", "PhaseBuffers", "Room", "Rows", "Slot"]
+__all__ = ["Fill", "LedgerRow", "PhaseBuffers", "Room", "Rows", "Slot", "ledger_row"]
 
 
 class Rows(StrEnum):
@@ -71,6 +71,12 @@ class LedgerRow(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
+
+
+def ledger_row(phase: str, name: str, owner: str, tensor: Tensor) -> LedgerRow:
+    """What a tensor adds to the ledger of a phase."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return LedgerRow(phase, name, owner, tuple(tensor.shape), dtype, tensor.nbytes)
 
 
 class Held(NamedTuple):
@@ -214,12 +220,9 @@ class PhaseBuffers:
     def ledger(self) -> tuple[LedgerRow, ...]:
         """Who owns how many bytes, in the order of registration."""
         return tuple(
-            LedgerRow(
-                self.phase, name, slot.owner, tuple(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."), tensor.nbytes,
-            )
+            ledger_row(self.phase, name, slot.owner, tensor)
             for name, (slot, tensor) in self._held.items()
-        )  # fmt: skip
+        )
 
     def _count(self, slot: Slot, bs: int) -> int:
         return bs * (self.num_draft_tokens if slot.rows is Rows.token else 1)

@@ -11,7 +11,7 @@ import torch
 from torchvm.ops.layout import TreeMaskMode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchvm.ops.tree import DraftTree
     from torchvm.verify_mask import VerifyMask
 
-__all__ = ["AttentionBackend", "VerifyBatch", "VerifyConfig"]
+__all__ = ["AttentionBackend", "VerifyBatch", "VerifyConfig", "named_buffers"]
 
 
 class VerifyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +108,11 @@ class AttentionBackend(ABC):
     def verify_mask(self) -> VerifyMask | None:
         """The mask that builds write into; None before `init_cuda_graph_state` or without one."""
 
+    @property
+    @abstractmethod
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """What it holds beside the mask for as long as it lives, for the phase's ledger."""
+
     @abstractmethod
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate what a captured graph needs at stable addresses.
@@ -145,3 +150,12 @@ class AttentionBackend(ABC):
         Returns:
             (B, n, heads, value dimension).
         """
+
+
+def named_buffers(children: Mapping[str, AttentionBackend]) -> dict[str, Tensor]:
+    """The buffers of a dispatcher's children, each name behind its child's."""
+    return {
+        f"{label}.{name}": buffer
+        for label, child in children.items()
+        for name, buffer in child.persistent_buffers.items()
+    }

@@ -16,6 +16,8 @@ from torchvm.backends.calls import (
 from torchvm.backends.layers import GroupedQuery, Latent, LayerInputs, LayerKind, SparseWindow
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from torchvm.ops.tree import DraftTree
@@ -63,6 +65,11 @@ class ChainBackend(AttentionBackend):
     def verify_mask(self) -> VerifyMask | None:
         """None: it verifies nothing."""
         return None
+
+    @property
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """None."""
+        return {}
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate nothing."""

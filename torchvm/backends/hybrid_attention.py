@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchvm.backends.base import AttentionBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
 
@@ -84,6 +86,11 @@ class HybridAttnBackend(AttentionBackend):
     def verify_mask(self) -> VerifyMask | None:
         """The verifier's."""
         return self._child.verify_mask
+
+    @property
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """The verifier's."""
+        return self._child.persistent_buffers
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate the verifier's."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchvm.backends.base import AttentionBackend
+from torchvm.backends.base import AttentionBackend, named_buffers
 from torchvm.backends.layers import LayerKind, Recurrent
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
 
@@ -84,6 +86,11 @@ class HybridLinearAttnBackend(AttentionBackend):
     def verify_mask(self) -> VerifyMask | None:
         """The full-attention child's."""
         return self.full.verify_mask
+
+    @property
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """Both children's."""
+        return named_buffers({"full": self.full, "linear": self.linear})
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate the mask, and the links."""

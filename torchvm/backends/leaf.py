@@ -13,6 +13,10 @@ from torchvm.ops.layout import TreeMaskMode, tree_mode
 from torchvm.verify_mask import VerifyMask, default_tree_mask_mode, maybe_create_verify_mask
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from torchvm.ops.tree import DraftTree
 
 __all__ = ["LeafBackend"]
@@ -88,6 +92,11 @@ class LeafBackend(AttentionBackend):
     def verify_mask(self) -> VerifyMask | None:
         """The mask, once it is allocated."""
         return self._verify_mask
+
+    @property
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """None, unless the class allocates some."""
+        return {}
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate the mask; a second call for as many requests, or fewer, keeps it."""

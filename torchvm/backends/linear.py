@@ -11,6 +11,8 @@ from torchvm.backends.layers import LayerInputs, LayerKind, Recurrent, of_kind
 from torchvm.backends.leaf import LeafBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from torchvm.backends.base import VerifyBatch, VerifyConfig
@@ -44,6 +46,11 @@ class LinearAttnBackend(LeafBackend):
     def is_read(self) -> bool:
         """Never: links say who follows whom."""
         return False
+
+    @property
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """The links that come after the metadata, once they are allocated."""
+        return {} if self._links is None else self._links._asdict()
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate links of nobody; a second call for as many requests, or fewer, keeps them."""

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from torchvm.backends.base import AttentionBackend, VerifyBatch, VerifyConfig
+from torchvm.backends.base import AttentionBackend, VerifyBatch, VerifyConfig, named_buffers
 from torchvm.backends.layers import split_layer
 from torchvm.ops.layout import TreeMaskMode, live_mask_numel, tree_mode
 from torchvm.ops.tree import DraftTree
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from torchvm.backends.layers import LayerInputs, LayerKind
@@ -130,6 +132,12 @@ class TboAttnBackend(AttentionBackend):
     def verify_mask(self) -> VerifyMask | None:
         """The primary's. A property of the class, so no `__getattr__` is needed to find it."""
         return self.primary.verify_mask
+
+    @property
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """The primary's and both children's."""
+        first, second = self.children
+        return named_buffers({"primary": self.primary, "first": first, "second": second})
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate the primary's mask, of which the children read views, and what else they need.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchvm.buffers import Fill, PhaseBuffers, Rows, Slot
+from torchvm.buffers import Fill, PhaseBuffers, Rows, Slot, ledger_row
 from torchvm.engine.drafts import UNLINKED
 from torchvm.engine.steps import RECOMPILE_LIMIT
 from torchvm.errors import CaptureError
@@ -106,8 +106,13 @@ class VerifyRunner:
             self.run([], [], [], [], bucket=bucket)
 
     def ledger(self) -> tuple[LedgerRow, ...]:
-        """Who owns how many bytes of the phase."""
-        return self.buffers.ledger()
+        """Who owns how many bytes of the phase, the back end's other buffers included."""
+        backend = self.verifier.backend
+        held = backend.persistent_buffers.items()
+        return (
+            *self.buffers.ledger(),
+            *(ledger_row(PHASE, name, backend.name, tensor) for name, tensor in held),
+        )
 
     def run(
         self,
