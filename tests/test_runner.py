@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ def test_more_requests_than_slots_and_shared_slots_are_refused() -> None:
     with pytest.raises(ValueError, match="bind must name a cache before run, got none"):
         runner.run(row, row, [1], [0])
     runner.bind(decoder.target.allocate(3, CONTEXT, 4))
-    with pytest.raises(ValueError, match="requests must be at most 2, got 3"):
+    with pytest.raises(ValueError, match=r"slots must be 3 different ones in \[0, 2\)"):
         runner.run(row * 3, row * 3, [1, 1, 1], [0, 1, 2])
     for slots in ([1, 1], [0, 2], [-1, 0]):
         with pytest.raises(ValueError, match=r"slots must be 2 different ones in \[0, 2\), got"):
@@ -147,10 +148,33 @@ def test_more_requests_than_slots_and_shared_slots_are_refused() -> None:
         ((2, 1), r"ascending sizes in \[1, 2\]"),
         ((1, 3), r"ascending sizes in \[1, 2\]"),
         ((), "ascending sizes"),
-        ((1,), "last of buckets must be max_bs 2, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             VerifyRunner(runner.target, runner.verifier, runner._step, max_bs=2, buckets=buckets)
+
+
+@pytest.mark.parametrize("name", ["cpu", "flashinfer", "hybrid-linear"])
+def test_batches_above_the_largest_bucket_run_in_buffers_of_their_own(name: str) -> None:
+    model, rows = small(KINDS.get(name, KINDS["cpu"])), prompts(5, 30)
+    truth = plain(model, rows, 12)
+    answers = [[*row, *new] for row, new in zip(rows, truth, strict=True)]
+    decoder = decoder_of(model, KnowingDrafter(answers), 5, backend=name, buckets=(1, 2))
+    mask = decoder.verifier.backend.verify_mask
+    assert mask is not None
+    assert mask.max_bs == 2
+    before = decoder.runner.buffers.addresses()
+    with pytest.warns(UserWarning, match="FRESH: TARGET_VERIFY was captured for 2") as warned:
+        assert decoder.decode(rows, max_new_tokens=12).sequences == truth
+    sizes = [re.findall(r"batch of (\d+)", str(warning.message))[0] for warning in warned]
+    assert sizes[0] == "5"
+    assert len(set(sizes)) == len(sizes), "a size is said once"
+    assert decoder.runner.buffers.addresses() == before
+    assert decoder.decode(rows[:2], max_new_tokens=12).sequences == truth[:2]
+
+
+def test_only_a_back_ends_mask_can_be_made_anew() -> None:
+    with pytest.raises(ValueError, match="last of buckets must be max_bs 2 where the step alloc"):
+        decoder_of(small(), Silent(), 2, backend=None, buckets=(1,))
 
 
 class Reading(CPUBackend):

@@ -12,7 +12,7 @@ import torch
 from torchvm.backends.base import VerifyConfig
 from torchvm.engine.batch import Batch
 from torchvm.engine.drafts import pack_drafts
-from torchvm.engine.runner import VerifyRunner
+from torchvm.engine.runner import VerifyRunner, checked_buckets
 from torchvm.engine.steps import (
     RECOMPILE_LIMIT,
     compiled_step,
@@ -227,12 +227,14 @@ class SpeculativeDecoder(Decoder):
             in the layout that a plan of the step finds. None verifies with "cpu" and a mask that
             the step allocates itself.
         buckets: batch sizes that the step is compiled, or captured, for; the requests that still
-            decode run on the smallest that holds them. By default `batch_size` alone.
+            decode run on the smallest that holds them, and eagerly, on a mask of their own, where
+            none does. By default `batch_size` alone.
         sampling: how tokens are sampled, the same in every run; None decodes greedily.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
-        ValueError: for an unknown back end, or one that cannot verify this model or `topk`.
+        ValueError: for an unknown back end, or one that cannot verify this model or `topk`, or
+            buckets that do not fit.
     """
 
     step = verify_step
@@ -256,6 +258,7 @@ class SpeculativeDecoder(Decoder):
         )
         self.drafter = drafter
         self.num_tokens = drafter.num_draft_tokens
+        buckets = checked_buckets(buckets, batch_size)
         self.verifier = start_verifier(
             self.target,
             backend,
@@ -265,7 +268,7 @@ class SpeculativeDecoder(Decoder):
                 topk=drafter.topk,
                 device=self.target.device,
             ),
-            max_bs=batch_size,
+            max_bs=buckets[-1],
             mask_mode=tree_mode(mask_mode),
             sampling=sampling,
         )

@@ -10,7 +10,7 @@ import torch
 
 from torchvm.buffers import Fill, PhaseBuffers, Rows, Slot, ledger_row
 from torchvm.engine.drafts import UNLINKED
-from torchvm.engine.steps import RECOMPILE_LIMIT
+from torchvm.engine.steps import RECOMPILE_LIMIT, verify_step
 from torchvm.errors import CaptureError
 from torchvm.passes.capture_check import CaptureCode
 from torchvm.verify_mask import mask_for_batch
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from torchvm.engine.target import TargetCache, TargetModel
     from torchvm.engine.verifier import Verifier
 
-__all__ = ["Verified", "VerifyRunner", "bucket_sizes"]
+__all__ = ["Verified", "VerifyRunner", "bucket_sizes", "checked_buckets"]
 
 PHASE = "TARGET_VERIFY"
+_MASK = "tree_mask"
 _COINS = ("coins", "final_coins")
 
 
@@ -47,15 +48,30 @@ def bucket_sizes(max_bs: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_bs))
 
 
+def checked_buckets(buckets: Sequence[int] | None, max_bs: int) -> tuple[int, ...]:
+    """Return the batch sizes that are captured: `max_bs` alone where none are given.
+
+    Raises:
+        ValueError: unless they are ascending sizes in [1, max_bs].
+    """
+    sizes = (max_bs,) if buckets is None else tuple(buckets)
+    if list(sizes) != sorted({b for b in sizes if 1 <= b <= max_bs}) or not sizes:
+        raise ValueError(f"buckets must be ascending sizes in [1, {max_bs}], got {sizes}")
+    return sizes
+
+
 class VerifyRunner:
     """Runs the compiled verify step on the smallest bucket that holds the batch.
 
     On CUDA a bucket is a captured graph; on the CPU it is the compiled function. Both read the
     same buffers, whose addresses are asserted before every replay, and compile nothing more.
 
+    A batch above the largest bucket runs eagerly in buffers of its own, its mask among them, and a
+    warning says so once for each such size.
+
     Args:
         target: the model.
-        verifier: its back end and mask.
+        verifier: its back end, and a mask for the largest bucket.
         step: the compiled `verify_step`.
         max_bs: most requests. The cache has a slot for each, and one more that requests which pad
             a batch write into.
@@ -63,7 +79,8 @@ class VerifyRunner:
 
     Raises:
         CaptureError: when the traced step could not be captured: the plan's findings.
-        ValueError: for buckets that are not ascending sizes up to `max_bs`.
+        ValueError: for buckets that are not ascending sizes up to `max_bs`, or end below it where
+            the step allocates its mask: only a compiled step does so in a small layout.
     """
 
     def __init__(
@@ -75,17 +92,18 @@ class VerifyRunner:
         max_bs: int,
         buckets: Sequence[int] | None = None,
     ) -> None:
-        buckets = (max_bs,) if buckets is None else tuple(buckets)
-        if list(buckets) != sorted({b for b in buckets if 1 <= b <= max_bs}) or not buckets:
-            raise ValueError(f"buckets must be ascending sizes in [1, {max_bs}], got {buckets}")
-        if buckets[-1] != max_bs:
-            raise ValueError(f"the last of buckets must be max_bs {max_bs}, got {buckets[-1]}")
+        buckets = checked_buckets(buckets, max_bs)
+        if verifier.buffer is None and buckets[-1] != max_bs:
+            raise ValueError(
+                f"the last of buckets must be max_bs {max_bs} where the step allocates its mask, "
+                f"got {buckets[-1]}"
+            )
         _refuse_what_cannot_be_captured(verifier)
         self.target = target
         self.verifier = verifier
         self.max_bs = max_bs
         self.buckets = buckets
-        self.buffers = _phase_buffers(verifier, max_bs, target.device)
+        self.buffers = _phase_buffers(verifier, max_bs, buckets[-1], target.device)
         self._step = step
         self._captured: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
         self._addresses = self.buffers.addresses()
@@ -133,13 +151,14 @@ class VerifyRunner:
             bucket: run on this one rather than the smallest that holds them.
 
         Raises:
-            ValueError: when there are more requests than the largest bucket, or slots repeat.
+            ValueError: when slots repeat or are none of the cache's, or rows are not of n.
+
+        Warns:
+            UserWarning: once for each batch size above the largest bucket.
         """
         bs = len(seq_lens)
         if self._cache is None:
             raise ValueError("bind must name a cache before run, got none")
-        if bs > self.buckets[-1]:
-            raise ValueError(f"requests must be at most {self.buckets[-1]}, got {bs}")
         if len(set(slots)) != bs or not set(slots) <= set(range(self.max_bs)):
             raise ValueError(
                 f"slots must be {bs} different ones in [0, {self.max_bs}), got {list(slots)}"
@@ -148,9 +167,12 @@ class VerifyRunner:
         for name, rows in (("tokens", tokens), ("parents", parents)):
             if [len(row) for row in rows] != [n] * bs:
                 raise ValueError(f"{name} must be {bs} rows of {n}, got {list(map(len, rows))}")
-        if bucket is None:
+        buffers = self.buffers.for_batch(bs)
+        if buffers is not self.buffers:
+            bucket = bs
+        elif bucket is None:
             bucket = self.buckets[bisect.bisect_left(self.buckets, max(bs, 1))]
-        self.buffers.fill(
+        buffers.fill(
             bs,
             bucket,
             tokens=torch.tensor(tokens, dtype=torch.int64).reshape(bs, n),
@@ -159,8 +181,11 @@ class VerifyRunner:
             slots=torch.tensor(slots, dtype=torch.int64),
             **self._flip_coins(bs),
         )
-        assert self.buffers.addresses() == self._addresses, "a captured buffer has moved"
-        outputs = self._replay(bucket)
+        if buffers is self.buffers:
+            assert buffers.addresses() == self._addresses, "a captured buffer has moved"
+            outputs = self._replay(bucket)
+        else:
+            outputs = self._call(verify_step, buffers, bs)
         predicts, accept_index, accept_num = (output.tolist() for output in outputs)
         found = Verified([], [])
         for b in range(bs):
@@ -191,21 +216,21 @@ class VerifyRunner:
         with torch.compiler.set_stance("fail_on_recompile"):
             return self._captured[bucket]()
 
+    def _call(
+        self, step: Callable[..., Any], buffers: PhaseBuffers, bs: int
+    ) -> tuple[Tensor, ...]:
+        """Run a step on the first rows of some buffers."""
+        views = {name: buffers.view(name, bs) for name in buffers.addresses()}
+        coins = tuple(views[name] for name in _COINS) if _COINS[0] in views else None
+        outputs: tuple[Tensor, ...] = step(
+            self.target, self._cache, self.verifier.backend, views["tokens"], views["parents"],
+            views["slots"], views["seq_lens"], self.verifier.shape, views.get(_MASK), coins,
+        )  # fmt: skip
+        return outputs
+
     def _capture(self, bucket: int) -> tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]:
         """Return what replays a bucket, and the outputs of its first run."""
-
-        def call() -> tuple[Tensor, ...]:
-            names = ("tokens", "parents", "slots", "seq_lens")
-            views = (self.buffers.view(name, bucket) for name in names)
-            coins = None
-            if self.verifier.shape.sampling is not None:
-                coins = tuple(self.buffers.view(name, bucket) for name in _COINS)
-            outputs: tuple[Tensor, ...] = self._step(
-                self.target, self._cache, self.verifier.backend, *views, self.verifier.shape,
-                self.verifier.buffer, coins,
-            )  # fmt: skip
-            return outputs
-
+        call = partial(self._call, self._step, self.buffers, bucket)
         outputs = call()
         if self.target.device.type != "cuda":
             return call, outputs
@@ -231,10 +256,12 @@ def _refuse_what_cannot_be_captured(verifier: Verifier) -> None:
         raise CaptureError(f"the verify step must be capturable, got\n{lines}")
 
 
-def _phase_buffers(verifier: Verifier, max_bs: int, device: torch.device) -> PhaseBuffers:
-    """What a verify step reads."""
+def _phase_buffers(
+    verifier: Verifier, max_bs: int, captured_bs: int, device: torch.device
+) -> PhaseBuffers:
+    """What a verify step of up to `captured_bs` requests reads; `max_bs` is the spare slot."""
     n = verifier.shape.num_draft_tokens
-    buffers = PhaseBuffers(PHASE, max_bs=max_bs, num_draft_tokens=n, device=device)
+    buffers = PhaseBuffers(PHASE, max_bs=captured_bs, num_draft_tokens=n, device=device)
     rows = {
         "tokens": ((n,), 0), "parents": ((n,), UNLINKED), "seq_lens": ((), 0),
         "slots": ((), max_bs),
@@ -258,7 +285,7 @@ def _phase_buffers(verifier: Verifier, max_bs: int, device: torch.device) -> Pha
     if buffer is not None:
         buffers.register(
             Slot(
-                name="tree_mask", owner=verifier.backend.name, rows=Rows.token,
+                name=_MASK, owner=verifier.backend.name, rows=Rows.token,
                 dtype=buffer.dtype, fill=Fill.in_place, make=partial(_mask_of, verifier),
             )
         )  # fmt: skip
