@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,33 @@ def test_the_ledger_of_a_back_end(
     assert f"mask read by    {read_by}\n" in shown
     assert f"verify mask     declared {layout}\n" in shown
     assert "the tokens equal those of plain decoding" in shown
+
+
+def test_the_whole_output() -> None:
+    """Word for word, but for times and what a random model says."""
+    torch._dynamo.reset()
+    shown = generated("--check", "--backend", "cpu", "--threads", "1", "--topk", "1")
+    text, facts = shown.split("\n\n", 1)
+    assert text
+    steady = re.sub(r"\d+\.\d+( s | tokens/s|$| x )", r"#\1", re.sub(r"is \S+ x", "is # x", facts))
+    assert (
+        steady
+        == """\
+tokens          8 in the prompt, 12 generated
+drafts          prompt lookup: topk 1, depth 4, 8 nodes a tree
+steps           11, accepting 0.09 drafts each on average
+speed           # tokens/s on 1 thread (aot_eager)
+plain decoding  # tokens/s; speculation is # x that
+compiling       # s for verification, # s for plain decoding; once, and not in the speeds
+back end        cpu, which declares that it does not read its mask
+verify mask     declared FULL_MASK, 2,112 bytes -> QLEN_ONLY, 64 bytes (ELIDED)
+mask read by    torchvm::tree_attention x 2 (NOTHING)
+on paper        256 requests x 1 Mi context: 2,147,500,032 bytes -> 16,384 bytes
+buffers         TARGET_VERIFY, 208 bytes: tokens 64, parents 64, seq_lens 8, slots 8, \
+tree_mask 64 (cpu)
+check           the tokens equal those of plain decoding
+"""
+    )
 
 
 def test_the_ledger_as_json() -> None:
