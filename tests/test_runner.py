@@ -125,7 +125,7 @@ def test_what_pads_a_batch_touches_no_request() -> None:
     assert runner.buffers.addresses() == before
     with torch.inference_mode():
         idle = runner.run([], [], [], [])
-    assert idle == ([], [])
+    assert idle == ([], [], None)
 
 
 def test_more_requests_than_slots_and_shared_slots_are_refused() -> None:

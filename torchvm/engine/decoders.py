@@ -11,7 +11,7 @@ import torch
 
 from torchvm.backends.base import VerifyConfig
 from torchvm.engine.batch import Batch
-from torchvm.engine.drafts import pack_drafts
+from torchvm.engine.drafts import HiddenDrafter, pack_drafts
 from torchvm.engine.runner import VerifyRunner, checked_buckets
 from torchvm.engine.steps import (
     RECOMPILE_LIMIT,
@@ -20,6 +20,7 @@ from torchvm.engine.steps import (
     prefill,
     verify_step,
 )
+from torchvm.engine.target import HiddenTarget
 from torchvm.engine.transformers_target import as_target
 from torchvm.engine.verifier import start_verifier
 from torchvm.ops.layout import TreeMaskMode, tree_mode
@@ -80,6 +81,8 @@ class Decoder(ABC):
     num_tokens: int
     spare_slots = 0
     """Of the cache, beside one for each request."""
+    _observer: HiddenDrafter | None = None
+    """Who is given the target's states."""
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class Decoder(ABC):
         with torch.inference_mode(), self.target.attending():
             started = time.perf_counter()
             cache = self._fresh_cache()
-            prefill(self.target, cache, batch.sequences)
+            prefill(self.target, cache, batch.sequences, self._observer)
             prefilled = time.perf_counter()
             while any(batch.active):
                 found = self._advance(cache, batch)
@@ -218,7 +221,8 @@ class SpeculativeDecoder(Decoder):
 
     Args:
         model: see `Decoder`.
-        drafter: proposes the trees; its `num_draft_tokens` and `topk` shape the step.
+        drafter: proposes the trees; its `num_draft_tokens` and `topk` shape the step,
+            which gives the target's states to a `HiddenDrafter` and to no other.
         batch_size: see `Decoder`.
         max_context_len: see `Decoder`.
         inner: see `Decoder`.
@@ -233,8 +237,9 @@ class SpeculativeDecoder(Decoder):
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
-        ValueError: for an unknown back end, or one that cannot verify this model or `topk`, or
-            buckets that do not fit.
+        TypeError: for a `HiddenDrafter` with a model that is no `HiddenTarget`.
+        ValueError: for an unknown back end, or one that cannot verify this model or `topk`, for
+            buckets that do not fit, and for a `HiddenDrafter` that reads states of another size.
     """
 
     step = verify_step
@@ -257,6 +262,9 @@ class SpeculativeDecoder(Decoder):
             model, batch_size=batch_size, max_context_len=max_context_len, inner=inner
         )
         self.drafter = drafter
+        if isinstance(drafter, HiddenDrafter):
+            _check_states(self.target, drafter)
+            self._observer = drafter
         self.num_tokens = drafter.num_draft_tokens
         buckets = checked_buckets(buckets, batch_size)
         self.verifier = start_verifier(
@@ -271,6 +279,7 @@ class SpeculativeDecoder(Decoder):
             max_bs=buckets[-1],
             mask_mode=tree_mode(mask_mode),
             sampling=sampling,
+            hidden_states=self._observer is not None,
         )
 
         self.runner = VerifyRunner(
@@ -307,10 +316,28 @@ class SpeculativeDecoder(Decoder):
             tokens[slots].tolist(), parents[slots].tolist(), seq_lens, slots
         )
         cache.compact(slots, seq_lens, verified.paths)
+        if self._observer is not None:
+            assert verified.hidden is not None
+            nodes = [[0, *path] for path in verified.paths]
+            self._observer.observe(verified.hidden, requests=slots, starts=seq_lens, nodes=nodes)
         found: list[list[int]] = [[] for _ in batch.active]
         for b, row in zip(slots, verified.tokens, strict=True):
             found[b] = row
         return found
+
+
+def _check_states(target: TargetModel, drafter: HiddenDrafter) -> None:
+    """Require a target that gives its states, in the size that the drafter reads."""
+    if not isinstance(target, HiddenTarget):
+        raise TypeError(
+            f"model must be a HiddenTarget for {type(drafter).__name__}, which reads its states, "
+            f"got {type(target).__name__}"
+        )
+    if drafter.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"drafter must read states of the model's hidden size {target.hidden_size}, "
+            f"got {drafter.hidden_size}"
+        )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["UNLINKED", "Draft", "Drafter", "pack_drafts"]
+__all__ = ["UNLINKED", "Draft", "Drafter", "HiddenDrafter", "pack_drafts"]
 
 UNLINKED = -1
 """A parent that no node has: its node is linked to nobody and so never accepted."""
@@ -43,6 +43,39 @@ class Drafter(Protocol):
             sequences: prompt and tokens so far of every request of the batch, in its order; the
                 last token is the root. They only ever grow, and must not be changed.
             active: whether the request still decodes. The draft of one that does not is ignored.
+        """
+        ...
+
+
+@runtime_checkable
+class HiddenDrafter(Drafter, Protocol):
+    """A drafter that reads the target's states: those its head reads, after the final norm.
+
+    The decoder calls `observe` with the states of every prompt, and after each step with those of
+    the tokens that became committed. When `propose` is called, the states of all tokens of an
+    active request but its last, the root, have been observed.
+    """
+
+    hidden_size: int
+    """Must be the target's."""
+
+    def observe(
+        self,
+        hidden: Tensor,
+        *,
+        requests: Sequence[int],
+        starts: Sequence[int],
+        nodes: Sequence[Sequence[int]],
+    ) -> None:
+        """Take the states of committed tokens.
+
+        Args:
+            hidden: (R or more, n, hidden_size), in the target's dtype, on its device. It is the
+                step's output, which the next step overwrites: copy what is to be kept.
+            requests: whom each of the first R rows belongs to.
+            starts: position in its request of each row's first token. A request that is observed
+                from 0 begins anew.
+            nodes: per row the places in n of the tokens at start, start + 1, ...; may be empty.
         """
         ...
 

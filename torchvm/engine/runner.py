@@ -38,6 +38,9 @@ class Verified(NamedTuple):
     """Per request the token after each accepted node, the root's first."""
     paths: list[list[int]]
     """Per request the accepted nodes below the root."""
+    hidden: Tensor | None = None
+    """(bucket, n, hidden_size), the target's states of all nodes, where the step gives them. It
+    lies where the step left it: the next run on this bucket may overwrite it."""
 
 
 def bucket_sizes(max_bs: int) -> tuple[int, ...]:
@@ -186,8 +189,8 @@ class VerifyRunner:
             outputs = self._replay(bucket)
         else:
             outputs = self._call(verify_step, buffers, bs)
-        predicts, accept_index, accept_num = (output.tolist() for output in outputs)
-        found = Verified([], [])
+        predicts, accept_index, accept_num = (output.tolist() for output in outputs[:3])
+        found = Verified([], [], *outputs[3:])
         for b in range(bs):
             nodes = accept_index[b][: accept_num[b] + 1]
             found.tokens.append([predicts[node] for node in nodes])

@@ -59,6 +59,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
         self.max_position_embeddings = config.max_position_embeddings
         self.layer_kinds = frozenset(config.kinds)
         self.device = torch.device("cpu")
@@ -103,14 +104,53 @@ class SmallModel(nn.Module):
         *,
         logits: bool = True,
     ) -> Tensor | None:
-        """Run the layers; see `TargetModel`."""
-        hidden = self.embedding(tokens)
+        """Run the model; see `TargetModel`."""
+        hidden = self.hidden_states(
+            cache, tokens, positions, slots, seq_lens, backend, metadata
+        )  # fmt: skip
+        return self.logits_of(hidden) if logits else None
+
+    def hidden_states(
+        self,
+        cache: SmallCache,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        backend: AttentionBackend,
+        metadata: Any,
+    ) -> Tensor:
+        """Run the layers; see `HiddenTarget`."""
+        embedded = self.embed(tokens)
+        return self.run_layers(cache, embedded, positions, slots, seq_lens, backend, metadata)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Look tokens up: (..., hidden_size)."""
+        embedded: Tensor = self.embedding(tokens)
+        return embedded
+
+    def run_layers(
+        self,
+        cache: SmallCache,
+        embedded: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        backend: AttentionBackend,
+        metadata: Any,
+    ) -> Tensor:
+        """Run the layers over (B, n, hidden_size) that stand for tokens; normalize."""
+        hidden = embedded
         rows = slots.unsqueeze(1)
-        columns = seq_lens.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        columns = seq_lens.unsqueeze(1) + torch.arange(hidden.shape[1], device=hidden.device)
         for layer, buffers in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, positions, buffers, (rows, columns), backend, metadata)
-        found: Tensor | None = self.head(_normalized(hidden)) if logits else None
-        return found
+        return _normalized(hidden)
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Apply the head."""
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 class _Block(nn.Module):

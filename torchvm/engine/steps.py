@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -15,6 +15,7 @@ import torchvm.ops.verify  # noqa: F401 - these register ops and the backend
 from torchvm.backends.base import VerifyBatch
 from torchvm.backends.chain import CHAIN
 from torchvm.engine.target import PROMPT_TOKENS
+from torchvm.engine.transformers_target import as_target
 from torchvm.ops.layout import TreeMaskMode
 from torchvm.sampling import SamplingParams, sampling_probs
 
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from torchvm.backends.base import AttentionBackend
-    from torchvm.engine.target import TargetCache, TargetModel
+    from torchvm.engine.drafts import HiddenDrafter
+    from torchvm.engine.target import HiddenTarget, TargetCache, TargetModel
 
-__all__ = ["StepShape", "compiled_step", "plain_step", "prefill", "verify_step"]
+__all__ = ["StepShape", "compiled_step", "plain_step", "prefill", "states_of", "verify_step"]
 
 # Every batch size, capacity and back end compiles anew: the default of 8 is soon used up.
 RECOMPILE_LIMIT = 256
@@ -43,6 +46,8 @@ class StepShape(NamedTuple):
     """The mask's layout; of a mask that the graph allocates the passes may choose a smaller."""
     sampling: SamplingParams | None = None
     """None accepts greedily."""
+    hidden_states: bool = False
+    """Whether the step also gives the target's states."""
 
 
 def verify_step(
@@ -56,7 +61,7 @@ def verify_step(
     shape: StepShape,
     tree_mask: Tensor | None = None,
     coins: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Lay out one tree per request, run the model over it and accept.
 
     Args:
@@ -73,7 +78,8 @@ def verify_step(
 
     Returns:
         predicts (B * n) int32, accept_index (B, n) int32 and accept_token_num (B,) int32, as
-        `torchvm::verify_tree_greedy` and `torchvm::verify_tree_sampling` give them.
+        `torchvm::verify_tree_greedy` and `torchvm::verify_tree_sampling` give them; then, where
+        `shape` asks for them, the states (B, n, hidden_size) of all nodes.
     """
     n = shape.num_draft_tokens
     mode = int(shape.tree_mask_mode)
@@ -88,9 +94,14 @@ def verify_step(
         links[1], links[2],
     )  # fmt: skip
     metadata = backend.init_forward_metadata(batch)
-    logits = target.forward(cache, tokens, positions, slots, seq_lens, backend, metadata)
-    assert logits is not None
-    return _accept(tokens, links, logits, shape, coins)
+    inputs = (cache, tokens, positions, slots, seq_lens, backend, metadata)
+    if not shape.hidden_states:
+        logits = target.forward(*inputs)
+        assert logits is not None
+        return _accept(tokens, links, logits, shape, coins)
+    source = cast("HiddenTarget", target)
+    hidden = source.hidden_states(*inputs)
+    return *_accept(tokens, links, source.logits_of(hidden), shape, coins), hidden
 
 
 def _accept(
@@ -132,16 +143,27 @@ def plain_step(
     Returns:
         The next tokens (B, 1) int64 and the logits (B, 1, vocabulary) they are the largest of.
     """
-    logits = _chain(target, cache, tokens, slots, seq_lens)
+    logits = target.forward(*_chain(cache, tokens, slots, seq_lens))
     assert logits is not None
     return logits.argmax(-1), logits
 
 
-def prefill(target: TargetModel, cache: TargetCache, prompts: list[list[int]]) -> None:
+def prefill(
+    target: TargetModel,
+    cache: TargetCache,
+    prompts: list[list[int]],
+    drafter: HiddenDrafter | None = None,
+) -> None:
     """Run every token of the prompts but their last, which is the root of the first tree.
 
     Eager, in chunks of tokens; no logits are computed. Shorter prompts are padded: what that
     writes lies behind their committed tokens and is overwritten before it is read.
+
+    Args:
+        target: the model, a `HiddenTarget` where a drafter observes.
+        cache: gets what the layers keep.
+        prompts: tokens of each request.
+        drafter: is given the states of the tokens.
     """
     longest = max(map(len, prompts)) - 1
     slots = list(range(len(prompts)))
@@ -152,30 +174,49 @@ def prefill(target: TargetModel, cache: TargetCache, prompts: list[list[int]]) -
         tokens = torch.tensor(rows, device=target.device)
         seq_lens = torch.full((len(prompts),), start, device=target.device)
         places = torch.tensor(slots, device=target.device)
-        _chain(target, cache, tokens, places, seq_lens, logits=False)
+        inputs = _chain(cache, tokens, places, seq_lens)
+        starts = [start] * len(prompts)
+        if drafter is None:
+            target.forward(*inputs, logits=False)
+        else:
+            nodes = [range(len(row)) for row in chunk]
+            hidden = cast("HiddenTarget", target).hidden_states(*inputs)
+            drafter.observe(hidden, requests=slots, starts=starts, nodes=nodes)
         paths = [range(1, len(row)) if row else None for row in chunk]
-        cache.compact(slots, [start] * len(prompts), paths)
+        cache.compact(slots, starts, paths)
+
+
+def states_of(model: PreTrainedModel | HiddenTarget, tokens: Tensor) -> Tensor:
+    """Run whole sequences with nothing before them: what a draft head learns from.
+
+    Args:
+        model: the one that verifies.
+        tokens: (B, T) int64.
+
+    Returns:
+        (B, T, hidden_size).
+    """
+    target = cast("HiddenTarget", as_target(model))
+    batch_size, length = tokens.shape
+    with torch.inference_mode(), target.attending():
+        cache = target.allocate(batch_size, length, 1)
+        slots = torch.arange(batch_size, device=tokens.device)
+        hidden = target.hidden_states(*_chain(cache, tokens, slots, torch.zeros_like(slots)))
+    # Of inference mode, autograd would keep none.
+    return hidden.clone()
 
 
 def _chain(
-    target: TargetModel,
-    cache: TargetCache,
-    tokens: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
-    *,
-    logits: bool = True,
-) -> Tensor | None:
-    """Run tokens that follow one another."""
+    cache: TargetCache, tokens: Tensor, slots: Tensor, seq_lens: Tensor
+) -> tuple[TargetCache, Tensor, Tensor, Tensor, Tensor, AttentionBackend, Any]:
+    """Inputs of a forward over tokens that follow one another."""
     positions = seq_lens.unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
     batch = VerifyBatch(
         _pages(slots), cache.page_size, seq_lens, positions, None,
         int(TreeMaskMode.QLEN_ONLY),
     )  # fmt: skip
     metadata = CHAIN.init_forward_metadata(batch)
-    return target.forward(
-        cache, tokens, positions, slots, seq_lens, CHAIN, metadata, logits=logits
-    )
+    return cache, tokens, positions, slots, seq_lens, CHAIN, metadata
 
 
 def _pages(slots: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchvm.backends.base import AttentionBackend
     from torchvm.backends.layers import LayerKind
 
-__all__ = ["PROMPT_TOKENS", "TargetCache", "TargetModel"]
+__all__ = ["PROMPT_TOKENS", "HiddenTarget", "TargetCache", "TargetModel"]
 
 PROMPT_TOKENS = 512
 """Most tokens of a prompt that run in one forward; verify steps run fewer."""
@@ -97,4 +97,28 @@ class TargetModel(Protocol):
         Returns:
             (B, n, vocabulary), or None.
         """
+        ...
+
+
+@runtime_checkable
+class HiddenTarget(TargetModel, Protocol):
+    """A target that also gives what its head reads, for a `HiddenDrafter` to begin from."""
+
+    hidden_size: int
+
+    def hidden_states(
+        self,
+        cache: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        backend: AttentionBackend,
+        metadata: Any,
+    ) -> Tensor:
+        """Run the layers as `forward` does; return (B, n, hidden_size), after the final norm."""
+        ...
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Return (B, n, vocabulary) of states (B, n, hidden_size): all that follows the norm."""
         ...

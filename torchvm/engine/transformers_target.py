@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchvm.backends.layers import LayerKind
 from torchvm.engine.cache import KVCache
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from torchvm.backends.base import AttentionBackend
     from torchvm.engine.target import TargetModel
 
-__all__ = ["TransformersTarget", "as_target"]
+__all__ = ["TransformersTarget", "as_target", "module_view"]
 
 
 class TransformersTarget:
@@ -44,9 +47,12 @@ class TransformersTarget:
             raise ValueError("model must be in eval mode, got one that trains: call model.eval()")
         self.model = model
         self.vocab_size: int = model.config.vocab_size
+        self.hidden_size: int = model.config.hidden_size
         self.max_position_embeddings: int = model.config.max_position_embeddings
         self.device: torch.device = model.device
         self._cache_name = cache_keyword(model)
+        # A causal LM may scale or cap what its head gives, so the whole of it runs.
+        self._head = module_view(model, **{model.base_model_prefix: _Done()})
 
     def attending(self) -> AbstractContextManager[None]:
         """Let the model attend through back ends inside the block."""
@@ -72,17 +78,78 @@ class TransformersTarget:
         logits: bool = True,
     ) -> Tensor | None:
         """Run the model, or its layers alone; see `torchvm.engine.target.TargetModel`."""
-        step_cache = StepCache(cache.keys, cache.values, slots, seq_lens, tokens.shape[1])
-        model: Any = self.model if logits else self.model.base_model
-        out = model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=True,
-            verify=VerifyInputs(backend, metadata),
-            **{self._cache_name: step_cache},
-        )
+        model = self.model if logits else self.model.base_model
+        verify = VerifyInputs(backend, metadata)
+        out = self._run(model, cache, positions, slots, seq_lens, verify, input_ids=tokens)
         found: Tensor | None = out.logits if logits else None
         return found
+
+    def hidden_states(
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        backend: AttentionBackend,
+        metadata: Any,
+    ) -> Tensor:
+        """Run the base model; see `torchvm.engine.target.HiddenTarget`."""
+        embedded = self.embed(tokens)
+        return self.run_layers(cache, embedded, positions, slots, seq_lens, backend, metadata)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Look tokens up: (..., hidden_size)."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
+
+    def run_layers(
+        self,
+        cache: KVCache,
+        embedded: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        backend: AttentionBackend,
+        metadata: Any,
+    ) -> Tensor:
+        """Run the base model over (B, n, hidden_size) that stand for tokens."""
+        verify = VerifyInputs(backend, metadata)
+        base = self.model.base_model
+        out = self._run(base, cache, positions, slots, seq_lens, verify, inputs_embeds=embedded)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Run what follows the base model."""
+        logits: Tensor = self._head(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+    def _run(
+        self,
+        model: Any,
+        cache: KVCache,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        verify: VerifyInputs,
+        **inputs: Tensor,
+    ) -> Any:
+        step_cache = StepCache(cache.keys, cache.values, slots, seq_lens, positions.shape[1])
+        return model(
+            position_ids=positions,
+            use_cache=True,
+            verify=verify,
+            **{self._cache_name: step_cache},
+            **inputs,
+        )
+
+
+class _Done(nn.Module):
+    """Takes the place of a base model whose states are known."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def as_target(model: PreTrainedModel | TargetModel) -> TargetModel:
@@ -94,3 +161,10 @@ def as_target(model: PreTrainedModel | TargetModel) -> TargetModel:
     if isinstance(model, PreTrainedModel):
         return TransformersTarget(model)
     return model
+
+
+def module_view(module: nn.Module, **submodules: nn.Module) -> Any:
+    """Make a module that differs in some submodules alone, and shares the others."""
+    view: Any = copy.copy(module)
+    view._modules = {**module._modules, **submodules}
+    return view

@@ -46,6 +46,7 @@ def start_verifier(
     max_bs: int,
     mask_mode: TreeMaskMode,
     sampling: SamplingParams | None = None,
+    hidden_states: bool = False,
 ) -> Verifier:
     """Make a back end and its mask.
 
@@ -57,6 +58,7 @@ def start_verifier(
         max_bs: most requests in a batch.
         mask_mode: the layout that is declared when the step allocates the mask.
         sampling: how drafts are accepted; None is greedily.
+        hidden_states: whether the step also gives the target's states.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
@@ -66,24 +68,35 @@ def start_verifier(
     if backend is None:
         made = CPUBackend(config)
         _check_kinds(target, made)
-        shape = StepShape(config.num_draft_tokens, config.max_context_len, mask_mode, sampling)
+        shape = StepShape(
+            config.num_draft_tokens, config.max_context_len, mask_mode, sampling, hidden_states
+        )
         return Verifier(made, shape, None, None)
     make = partial(make_backend, backend) if isinstance(backend, str) else backend
     probe = make(config)
     _check_kinds(target, probe)
     _check_config(probe, config)
-    plan = plan_backend(target, probe, config=config, max_bs=max_bs)
+    plan = plan_backend(
+        target, probe, config=config, max_bs=max_bs, hidden_states=hidden_states
+    )  # fmt: skip
     owner = make(msgspec.structs.replace(config, tree_mask_mode=plan.mode))
     owner.init_cuda_graph_state(max_bs)
     mask = owner.verify_mask
     _check_mask(owner, plan, max_bs, config)
     assert mask is not None
-    shape = StepShape(config.num_draft_tokens, config.max_context_len, mask.mode, sampling)
+    shape = StepShape(
+        config.num_draft_tokens, config.max_context_len, mask.mode, sampling, hidden_states
+    )
     return Verifier(owner, shape, mask.buffer, plan)
 
 
 def plan_backend(
-    target: TargetModel, backend: AttentionBackend, *, config: VerifyConfig, max_bs: int
+    target: TargetModel,
+    backend: AttentionBackend,
+    *,
+    config: VerifyConfig,
+    max_bs: int,
+    hidden_states: bool = False,
 ) -> MaskPlan:
     """Trace the verify step of a model on a back end, and see what it reads of its mask.
 
@@ -93,12 +106,14 @@ def plan_backend(
             owner of its mask reads.
         config: sizes; the mask is a FULL_MASK of this capacity that is never allocated.
         max_bs: most requests in a batch.
+        hidden_states: whether the step also gives the target's states.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
     """
     n = config.num_draft_tokens
-    shape = StepShape(n, config.max_context_len, TreeMaskMode.FULL_MASK)
+    mode = TreeMaskMode.FULL_MASK
+    shape = StepShape(n, config.max_context_len, mode, hidden_states=hidden_states)
 
     def inputs(mask: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rows = torch.zeros(max_bs, n, dtype=torch.int64, device=mask.device)
