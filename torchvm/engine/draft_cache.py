@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,14 +19,43 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from torchvm.engine.target import TargetModel
+    from torchvm.engine.target import TargetCache
 
-__all__ = ["DraftCache"]
+__all__ = ["DraftCache", "DraftReader"]
 
 _PREFILL_TOKENS = 512
 # So many tokens at most are read together with the root, whose forward computes logits.
 _TAIL_TOKENS = 16
 _MODE = TreeMaskMode.QLEN_ONLY
+
+
+class DraftReader(Protocol):
+    """What reads tokens: a `TargetModel`, or a level of a head.
+
+    What it gives for a token, its output, has X numbers: logits, or states.
+    """
+
+    layer_kinds: frozenset[LayerKind]
+    device: torch.device
+
+    def allocate(self, batch_size: int, max_context_len: int, num_tokens: int) -> TargetCache:
+        """As `torchvm.engine.target.TargetModel.allocate`."""
+        ...
+
+    def forward(
+        self,
+        cache: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        backend: AttentionBackend,
+        metadata: Any,
+        *,
+        logits: bool = True,
+    ) -> Tensor | None:
+        """As `TargetModel.forward`; gives outputs (B, n, X), or None when `logits` is False."""
+        ...
 
 
 class DraftCache:
@@ -36,7 +65,7 @@ class DraftCache:
     beginning, so sequences may grow, shrink or be others at any call.
 
     Args:
-        model: the draft model.
+        model: the draft model, or what else reads.
         topk: most children of a draft's node.
         batch_size: B.
         max_context_len: most tokens of a request.
@@ -48,7 +77,7 @@ class DraftCache:
 
     def __init__(
         self,
-        model: TargetModel,
+        model: DraftReader,
         *,
         topk: int,
         batch_size: int,
@@ -74,17 +103,18 @@ class DraftCache:
         self._model = model
         self._cache = model.allocate(batch_size, max_context_len, num_tokens)
         self._read: list[list[int]] = [[] for _ in range(batch_size)]
-        self._roots = torch.zeros(batch_size, dtype=torch.int64, device=model.device)
+        self.roots = torch.zeros(batch_size, dtype=torch.int64, device=model.device)
+        """(B,), where the root of each request stands in the cache."""
 
     def catch_up(self, sequences: Sequence[Sequence[int]], active: Sequence[bool]) -> Tensor:
         """Read what each active request has more than at the last call.
 
         Args:
-            sequences: B of them, of one token or more.
+            sequences: B of them; those that are active of one token or more.
             active: rows that are False read nothing, and forget what they have read.
 
         Returns:
-            Logits (B, vocabulary) after the last token of each active request.
+            Outputs (B, X) after the last token of each active request.
         """
         self._forget(sequences, active)
         lengths = [len(row) if on else 0 for row, on in zip(sequences, active, strict=True)]
@@ -99,26 +129,26 @@ class DraftCache:
         tokens = self._tensor(
             [row[-width:] if n else blank for row, n in zip(sequences, lengths, strict=True)]
         )
-        logits = self._chain(tokens, self._tensor([max(n - width, 0) for n in lengths]))
-        assert logits is not None
-        self._roots = self._tensor([max(n - 1, 0) for n in lengths])
+        outputs = self._chain(tokens, self._tensor([max(n - width, 0) for n in lengths]))
+        assert outputs is not None
+        self.roots = self._tensor([max(n - 1, 0) for n in lengths])
         for b in rows:
             self._read[b] = list(sequences[b])
-        return logits[:, -1]
+        return outputs[:, -1]
 
     def follow(self, tokens: Tensor, depth: int) -> Tensor:
-        """Read one more token of each request's chain of drafts.
+        """Read more tokens of each request's chain of drafts.
 
         Args:
-            tokens: (B, 1) int64.
-            depth: how far below the root they stand; all above them have been read.
+            tokens: (B, m) int64.
+            depth: how far below the root the first stands; all above it have been read.
 
         Returns:
-            Logits (B, vocabulary) after them.
+            Outputs (B, X) after the last.
         """
-        logits = self._chain(tokens, self._roots + depth)
-        assert logits is not None
-        return logits[:, -1]
+        outputs = self._chain(tokens, self.roots + depth)
+        assert outputs is not None
+        return outputs[:, -1]
 
     def keep(self, chains: Sequence[Sequence[int]]) -> None:
         """Count the tokens that `follow` read behind each sequence as read."""
@@ -126,33 +156,38 @@ class DraftCache:
             if read:
                 read.extend(chain)
 
-    def branch(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def forget(self, request: int) -> None:
+        """Read a request from its beginning at the next call."""
+        self._read[request].clear()
+
+    def branch(self, tokens: Tensor, parents: Tensor, count: int) -> Tensor:
         """Read a tree whose node 0 is the root.
 
         Args:
             tokens: (B, m) int64; column 0, the last token of each sequence, is read again.
             parents: (B, m) int64 node indices.
+            count: how many of the last nodes are asked for.
 
         Returns:
-            Logits (B, m, vocabulary).
+            Their outputs (B, count, X).
         """
         batch, num_nodes = tokens.shape
         mask = alloc_verify_mask(
             batch, num_nodes, self._backend.config.max_context_len, _MODE, device=tokens.device
         )
         tree = build_tree_from_parents(
-            parents, self._roots, mask, num_draft_tokens=num_nodes, tree_mask_mode=_MODE
+            parents, self.roots, mask, num_draft_tokens=num_nodes, tree_mask_mode=_MODE
         )
         positions = tree.positions.view(tokens.shape)
-        logits = self._forward(tokens, positions, self._roots, self._backend, mask)
-        assert logits is not None
-        return logits
+        outputs = self._forward(tokens, positions, self.roots, self._backend, mask)
+        assert outputs is not None
+        return outputs[:, -count:]
 
     def _forget(self, sequences: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Leave of each row what its sequence begins with, its root excepted."""
         for b, (row, on) in enumerate(zip(sequences, active, strict=True)):
             shared = _shared(self._read[b], row) if on else 0
-            del self._read[b][min(shared, len(row) - 1) :]
+            del self._read[b][min(shared, max(len(row) - 1, 0)) :]
 
     def _read_all_but_roots(
         self, sequences: Sequence[Sequence[int]], lengths: Sequence[int]

@@ -1,8 +1,8 @@
-"""Drafts of a second model: a beam of its most probable continuations."""
+"""Drafts of a model's scores: a beam of its most probable continuations."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,29 +17,45 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from torchvm.engine.draft_head import DraftHead
     from torchvm.engine.target import TargetModel
     from torchvm.ops.candidates import DraftCandidates
 
-__all__ = ["ModelDrafter", "grow_chain", "grow_tree"]
+__all__ = ["BeamCache", "BeamDrafter", "ModelDrafter", "grow_chain", "grow_tree"]
 
 _NOTHING = Draft((), ())
 
 
-class ModelDrafter:
-    """Draft what a second model of the same vocabulary would say.
+class BeamCache(Protocol):
+    """What a beam reads with: the logits after tokens, behind what it has read before."""
+
+    def catch_up(self, sequences: Sequence[Sequence[int]], active: Sequence[bool]) -> Tensor:
+        """Read what active requests have more than before; (B, vocabulary) after their roots."""
+        ...
+
+    def follow(self, tokens: Tensor, depth: int) -> Tensor:
+        """Read the tokens (B, 1) of chains at this depth; (B, vocabulary) after them."""
+        ...
+
+    def keep(self, chains: Sequence[Sequence[int]]) -> None:
+        """Count what `follow` read as read, if that is what committed tokens would leave."""
+        ...
+
+    def branch(self, tokens: Tensor, parents: Tensor, count: int) -> Tensor:
+        """Read trees (B, m) from their roots on; (B, count, vocabulary) after the last nodes."""
+        ...
+
+
+class BeamDrafter:
+    """Draft the best nodes of a beam over what a cache reads.
 
     The tree grows level by level: the `topk` best nodes of a level, by the probability of all
     tokens from the root, are continued by their `topk` most probable tokens each. The n - 1 best
     of all nodes that were scored make the draft. Equal scores go to the earlier node, and equal
     logits to the smaller token.
 
-    The model keeps a cache of its own, reads each committed token once, and runs eagerly. A
-    level costs one forward: of one token where `topk` is 1, else of the frontiers of all levels
-    before.
-
     Args:
-        model: a Llama-like causal LM of transformers in eval mode, or any `TargetModel` with
-            grouped-query layers; where `topk` is 1, any without recurrent ones.
+        model: scores tokens.
         topk: continuations of a node, and nodes of a level that are continued; 1 drafts a chain.
         depth: levels below the root.
         num_draft_tokens: n, the most nodes of a tree, root included.
@@ -48,37 +64,31 @@ class ModelDrafter:
         vocab_size: of the model that verifies, to check that both have the same.
 
     Raises:
-        ValueError: for a size below its least, more nodes than are scored, a context or
-            vocabulary that is not the model's, or a model that cannot draft such trees.
+        ValueError: for a size below its least, more nodes than are scored, or a context or
+            vocabulary that is not the model's.
     """
+
+    _cache: BeamCache
 
     def __init__(
         self,
-        model: PreTrainedModel | TargetModel,
+        model: TargetModel | DraftHead,
         *,
-        topk: int = 2,
-        depth: int = 4,
-        num_draft_tokens: int = 8,
+        topk: int,
+        depth: int,
+        num_draft_tokens: int,
         batch_size: int,
         max_context_len: int,
-        vocab_size: int | None = None,
+        vocab_size: int | None,
     ) -> None:
-        target = as_target(model)
         _check_sizes(topk, depth, num_draft_tokens, batch_size)
-        _check_model(target, topk, max_context_len, vocab_size)
+        _check_model(model, topk, max_context_len, vocab_size)
         self.topk = topk
         self.depth = depth
         self.num_draft_tokens = num_draft_tokens
         self.batch_size = batch_size
         self.max_context_len = max_context_len
-        self.model = target
-        self._cache = DraftCache(
-            target,
-            topk=topk,
-            batch_size=batch_size,
-            max_context_len=max_context_len,
-            num_tokens=1 + topk * (depth - 1),
-        )
+        self._attending = model.attending
 
     def propose(
         self, sequences: Sequence[Sequence[int]], active: Sequence[bool]
@@ -92,7 +102,7 @@ class ModelDrafter:
         self._check(sequences)
         if not any(active):
             return [_NOTHING] * self.batch_size
-        with torch.inference_mode(), self.model.attending():
+        with torch.inference_mode(), self._attending():
             logits = self._cache.catch_up(sequences, active)
             if self.topk == 1:
                 steps = min(self.depth, self.num_draft_tokens - 1)
@@ -115,7 +125,58 @@ class ModelDrafter:
                 )
 
 
-def grow_chain(cache: DraftCache, logits: Tensor, steps: int) -> list[Draft]:
+class ModelDrafter(BeamDrafter):
+    """Draft what a second model of the same vocabulary would say; see `BeamDrafter`.
+
+    The model keeps a cache of its own, reads each committed token once, and runs eagerly. A
+    level costs one forward: of one token where `topk` is 1, else of the frontiers of all levels
+    before.
+
+    Args:
+        model: a Llama-like causal LM of transformers in eval mode, or any `TargetModel` with
+            grouped-query layers; where `topk` is 1, any without recurrent ones.
+        topk: see `BeamDrafter`, like all that follow.
+        depth: levels below the root.
+        num_draft_tokens: n, root included.
+        batch_size: B.
+        max_context_len: most tokens of a request.
+        vocab_size: of the model that verifies.
+
+    Raises:
+        ValueError: as `BeamDrafter`, and for a model that cannot draft such trees.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | TargetModel,
+        *,
+        topk: int = 2,
+        depth: int = 4,
+        num_draft_tokens: int = 8,
+        batch_size: int,
+        max_context_len: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.model = as_target(model)
+        super().__init__(
+            self.model,
+            topk=topk,
+            depth=depth,
+            num_draft_tokens=num_draft_tokens,
+            batch_size=batch_size,
+            max_context_len=max_context_len,
+            vocab_size=vocab_size,
+        )
+        self._cache = DraftCache(
+            self.model,
+            topk=topk,
+            batch_size=batch_size,
+            max_context_len=max_context_len,
+            num_tokens=1 + topk * (depth - 1),
+        )
+
+
+def grow_chain(cache: BeamCache, logits: Tensor, steps: int) -> list[Draft]:
     """Draft the most probable token after the most probable token.
 
     There is nothing to choose among: a chain scores, ranks and gathers nothing.
@@ -134,7 +195,7 @@ def grow_chain(cache: DraftCache, logits: Tensor, steps: int) -> list[Draft]:
 
 
 def grow_tree(
-    cache: DraftCache,
+    cache: BeamCache,
     logits: Tensor,
     roots: Tensor,
     *,
@@ -158,7 +219,7 @@ def grow_tree(
     # The frontiers, one behind the other, as the tree that the model reads.
     read, parents = [roots, children], [torch.zeros_like(roots), torch.zeros_like(children)]
     for level in range(1, depth):
-        logits = cache.branch(torch.cat(read, 1), torch.cat(parents, 1))[:, -topk:]
+        logits = cache.branch(torch.cat(read, 1), torch.cat(parents, 1), topk)
         values, children = _most_probable(logits, topk)
         scores.append(frontier.unsqueeze(2) + values)
         tokens.append(children.flatten(1))
@@ -223,7 +284,7 @@ def _check_sizes(topk: int, depth: int, num_draft_tokens: int, batch_size: int) 
 
 
 def _check_model(
-    model: TargetModel, topk: int, max_context_len: int, vocab_size: int | None
+    model: TargetModel | DraftHead, topk: int, max_context_len: int, vocab_size: int | None
 ) -> None:
     if vocab_size is not None and model.vocab_size != vocab_size:
         raise ValueError(
