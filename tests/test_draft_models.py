@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.beams import draft_lists, plain_beam
 from tests.tiny_models import CONTEXT, VOCAB, prompts, tiny_llama
 from torchvm.backends.base import VerifyBatch
 from torchvm.backends.chain import CHAIN
@@ -53,26 +54,8 @@ def log_probabilities(model: TargetModel, tokens: Sequence[int]) -> list[float]:
     return found
 
 
-def best(scores: Sequence[float], count: int) -> list[int]:
-    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
-
-
 def beam(model: TargetModel, sequence: list[int], topk: int, depth: int, n: int) -> Draft:
-    """The same tree in plain loops: each node is its score, its path and its parent's id."""
-    nodes: list[tuple[float, list[int], int]] = []
-    frontier: list[tuple[float, list[int], int]] = [(0.0, [], -1)]
-    for _ in range(depth):
-        level = []
-        for score, path, own_id in frontier:
-            logs = log_probabilities(model, sequence + path)
-            level += [(score + logs[t], [*path, t], own_id) for t in best(logs, topk)]
-        start = len(nodes)
-        nodes += level
-        kept = best([score for score, _, _ in level], topk)
-        frontier = [(level[i][0], level[i][1], start + i) for i in kept]
-    chosen = sorted(best([score for score, _, _ in nodes], n - 1))
-    index = {node: j for j, node in enumerate(chosen, start=1)} | {-1: 0}
-    return Draft([nodes[i][1][-1] for i in chosen], [index[nodes[i][2]] for i in chosen])
+    return plain_beam(lambda path: log_probabilities(model, sequence + path), topk, depth, n)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +282,3 @@ def test_sequences_must_fit() -> None:
     for length in (0, CONTEXT + 1):
         with pytest.raises(ValueError, match=f"sequence 1 must have 1 to 64 tokens, got {length}"):
             drafter.propose([[1], [1] * length], ON[:2])
-
-
-def draft_lists(draft: Draft) -> tuple[list[int], list[int]]:
-    return list(draft.tokens), list(draft.parents)

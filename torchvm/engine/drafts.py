@@ -75,7 +75,8 @@ class HiddenDrafter(Drafter, Protocol):
             requests: whom each of the first R rows belongs to.
             starts: position in its request of each row's first token. A request that is observed
                 from 0 begins anew.
-            nodes: per row the places in n of the tokens at start, start + 1, ...; may be empty.
+            nodes: per row the places in n of the tokens at start, start + 1, ...; a row without
+                any says nothing.
         """
         ...
 
