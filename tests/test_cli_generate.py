@@ -95,8 +95,7 @@ back end        cpu, which declares that it does not read its mask
 verify mask     declared FULL_MASK, 2,112 bytes -> QLEN_ONLY, 64 bytes (ELIDED)
 mask read by    torchvm::tree_attention x 2 (NOTHING)
 on paper        256 requests x 1 Mi context: 2,147,500,032 bytes -> 16,384 bytes
-buffers         TARGET_VERIFY, 208 bytes: tokens 64, parents 64, seq_lens 8, slots 8, \
-tree_mask 64 (cpu)
+buffers         TARGET_VERIFY, 464 bytes: runner 400 (8 slots), cpu 64 (tree_mask)
 check           the tokens equal those of plain decoding
 """
     )
@@ -189,8 +188,8 @@ def test_the_buffers_of_a_run() -> None:
     assert rows["tokens"] == ("runner", 64)
     shown = generated("--no-compare", "--backend", "flashinfer")
     total = sum(nbytes for _, nbytes in rows.values())
-    assert f"  TARGET_VERIFY, {total:,} bytes: tokens 64, " in shown
-    assert "tree_mask 2,112 (flashinfer)" in shown
+    assert f"  TARGET_VERIFY, {total:,} bytes: runner {total - 2112:,} (8 slots), " in shown
+    assert "flashinfer 2,112 (tree_mask)" in shown
 
 
 def test_help_names_every_back_end() -> None:

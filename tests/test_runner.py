@@ -111,6 +111,13 @@ def test_what_pads_a_batch_touches_no_request() -> None:
     before = runner.buffers.addresses()
     with torch.inference_mode():
         verified = runner.run([[3, 4, 5, 6]] * 3, [[-1, 0, 1, 2]] * 3, [9, 2, 0], [4, 0, 2])
+    held = runner.buffers
+    assert held.view("positions", 3).view(3, 4).tolist() == [
+        [start + i for i in range(4)] for start in (9, 2, 0)
+    ]
+    assert held.view("retrieve_next_token", 3).tolist() == [[1, 2, 3, -1]] * 3
+    assert held.view("retrieve_next_sibling", 3).tolist() == [[-1] * 4] * 3
+    assert held.view("retrieve_index", 3).flatten().tolist() == list(range(12))
     assert [len(row) for row in verified.tokens] == [len(p) + 1 for p in verified.paths]
     assert len(verified.tokens) == 3
     keys = cache.layers[0]["keys"]
@@ -227,6 +234,10 @@ def test_the_ledger_of_a_run() -> None:
         "parents": ("runner", BS * 4 * 8),
         "seq_lens": ("runner", BS * 8),
         "slots": ("runner", BS * 8),
+        "positions": ("runner", BS * 4 * 8),
+        "retrieve_index": ("runner", BS * 4 * 8),
+        "retrieve_next_token": ("runner", BS * 4 * 8),
+        "retrieve_next_sibling": ("runner", BS * 4 * 8),
         "tree_mask": ("cpu", BS * 4),
     }
     assert {row.phase for row in rows.values()} == {"TARGET_VERIFY"}

@@ -190,12 +190,16 @@ def _token_counts(outcome: Outcome) -> str:
 
 
 def _ledger(ledger: tuple[LedgerRow, ...]) -> str:
-    """Bytes of each slot, with its owner where that is not the runner."""
-    slots = ", ".join(
-        f"{row.name} {row.nbytes:,}" + (f" ({row.owner})" if row.owner != "runner" else "")
-        for row in ledger
-    )
-    return f"{ledger[0].phase}, {_bytes(sum(row.nbytes for row in ledger))}: {slots}"
+    """Bytes of each owner, with the names of what it has where they are few."""
+    owned: dict[str, list[LedgerRow]] = {}
+    for row in ledger:
+        owned.setdefault(row.owner, []).append(row)
+    parts = []
+    for owner, rows in owned.items():
+        names = ", ".join(row.name for row in rows) if len(rows) <= 3 else f"{len(rows)} slots"
+        parts.append(f"{owner} {sum(row.nbytes for row in rows):,} ({names})")
+    total = _bytes(sum(row.nbytes for row in ledger))
+    return f"{ledger[0].phase}, {total}: {', '.join(parts)}"
 
 
 def _mask_rows(mask: MaskReport, num_draft_tokens: int) -> list[tuple[str, str]]:

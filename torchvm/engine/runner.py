@@ -12,6 +12,7 @@ from torchvm.buffers import Fill, PhaseBuffers, Rows, Slot, ledger_row
 from torchvm.engine.drafts import UNLINKED
 from torchvm.engine.steps import RECOMPILE_LIMIT, verify_step
 from torchvm.errors import CaptureError
+from torchvm.ops.tree import DraftTree
 from torchvm.passes.capture_check import CaptureCode
 from torchvm.verify_mask import mask_for_batch
 
@@ -228,6 +229,7 @@ class VerifyRunner:
         outputs: tuple[Tensor, ...] = step(
             self.target, self._cache, self.verifier.backend, views["tokens"], views["parents"],
             views["slots"], views["seq_lens"], self.verifier.shape, views.get(_MASK), coins,
+            DraftTree(*(views[name] for name in DraftTree._fields)),
         )  # fmt: skip
         return outputs
 
@@ -262,7 +264,7 @@ def _refuse_what_cannot_be_captured(verifier: Verifier) -> None:
 def _phase_buffers(
     verifier: Verifier, max_bs: int, captured_bs: int, device: torch.device
 ) -> PhaseBuffers:
-    """What a verify step of up to `captured_bs` requests reads; `max_bs` is the spare slot."""
+    """What a step of up to `captured_bs` requests reads; `max_bs` is the spare slot."""
     n = verifier.shape.num_draft_tokens
     buffers = PhaseBuffers(PHASE, max_bs=captured_bs, num_draft_tokens=n, device=device)
     rows = {
@@ -274,6 +276,14 @@ def _phase_buffers(
             Slot(
                 name=name, owner="runner", rows=Rows.request, dtype=torch.int64,
                 trailing=trailing, padding=padding,
+            )
+        )  # fmt: skip
+    for name in DraftTree._fields:
+        flat = name == "positions"
+        buffers.register(
+            Slot(
+                name=name, owner="runner", rows=Rows.token if flat else Rows.request,
+                dtype=torch.int64, trailing=() if flat else (n,), padding=-1, fill=Fill.in_place,
             )
         )  # fmt: skip
     if verifier.shape.sampling is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchvm.backends.base import AttentionBackend
     from torchvm.engine.drafts import HiddenDrafter
     from torchvm.engine.target import HiddenTarget, TargetCache, TargetModel
+    from torchvm.ops.tree import DraftTree
 
 __all__ = ["StepShape", "compiled_step", "plain_step", "prefill", "states_of", "verify_step"]
 
@@ -61,6 +62,7 @@ def verify_step(
     shape: StepShape,
     tree_mask: Tensor | None = None,
     coins: tuple[Tensor, Tensor] | None = None,
+    layout: DraftTree | None = None,
 ) -> tuple[Tensor, ...]:
     """Lay out one tree per request, run the model over it and accept.
 
@@ -75,6 +77,8 @@ def verify_step(
         shape: constants of the run.
         tree_mask: the buffer to build into; None allocates one in the graph.
         coins: uniform numbers (B, n) and (B,) float32, where `shape` samples.
+        layout: buffers of a phase that get the positions and links of the trees; None where
+            nobody else looks at them.
 
     Returns:
         predicts (B * n) int32, accept_index (B, n) int32 and accept_token_num (B,) int32, as
@@ -88,6 +92,9 @@ def verify_step(
             tokens.shape[0], n, shape.max_context_len, mode, device=tokens.device
         )
     flat, *links = torch.ops.torchvm.build_tree_from_parents(parents, seq_lens, tree_mask, n, mode)
+    if layout is not None:
+        for kept, made in zip(layout, (flat, *links), strict=True):
+            kept.copy_(made)
     positions = flat.view(tokens.shape)
     batch = VerifyBatch(
         _pages(slots), cache.page_size, seq_lens, positions, tree_mask, mode,
