@@ -292,12 +292,20 @@ def test_missing_and_stale_states_are_refused(model: SmallModel) -> None:
         drafter.propose([[1, 2, 3, 4, 5], [5]], on)
     with pytest.raises(ValueError, match=r"sequence 0 must begin with the 4 tokens .*got others"):
         drafter.propose([[1, 2, 9, 4], [5]], on)
-    # A request that has ended, or rests, loses its states.
+    # A request may rest, and another run may begin.
     assert drafter.propose(sequences, [False, True]) == [Draft((), ())] * 2
-    with pytest.raises(ValueError, match=r"of request 0 must be observed for its 3 .*, got 0"):
-        drafter.propose(sequences, on)
-    observed(drafter, model, sequences)
     assert drafter.propose(sequences, on) == first
+    others = [[3, 2, 2], [4, 5, 6, 7, 8]]
+    observed(drafter, model, others)
+    second = drafter.propose(others, on)
+    # The same tokens may have other states, of a model with other weights.
+    observed(drafter, small(seed=12), others)
+    third = drafter.propose(others, on)
+    assert third != second
+    for target, drafts in ((model, second), (small(seed=12), third)):
+        fresh = drafter_of(drafter.head, 2)
+        observed(fresh, target, others)
+        assert drafts == fresh.propose(others, on)
 
 
 @pytest.mark.parametrize(

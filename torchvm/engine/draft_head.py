@@ -167,7 +167,7 @@ class HeadCache:
             Logits (B, vocabulary) after them.
         """
         if len(self._levels) == 1:
-            self._place(self._outputs, depth)
+            self._levels[0].given = self._outputs
             outputs = self._caches[0].follow(tokens, depth)
         else:
             # Each level has left its outputs where the next one begins.
@@ -191,9 +191,11 @@ class HeadCache:
         """
         num_nodes = tokens.shape[1]
         depth = (num_nodes - 1) // self._topk if len(self._levels) > 1 else 0
-        places = parents[:, 1:, None].expand(-1, -1, self._outputs.shape[-1])
-        self._place(self._outputs.gather(1, places), 1, depth)
-        self._outputs = self._caches[depth].branch(tokens, parents, num_nodes)
+        level, cache = self._levels[depth], self._caches[depth]
+        roots = level.states[self._rows, cache.roots.unsqueeze(1)]
+        places = parents[:, 1:, None].expand(-1, -1, roots.shape[-1])
+        level.given = torch.cat([roots, self._outputs.gather(1, places)], 1)
+        self._outputs = cache.branch(tokens, parents, num_nodes)
         return self._head.logits_of(self._outputs[:, -count:])
 
     def _logits_after(self, outputs: Tensor) -> Tensor:
@@ -201,23 +203,20 @@ class HeadCache:
         self._outputs = outputs.unsqueeze(1)
         return self._head.logits_of(self._outputs)[:, -1]
 
-    def _place(self, hidden: Tensor, start: int, level: int = 0) -> None:
-        """Put what entries are computed from behind the roots of a level."""
-        columns = torch.arange(start, start + hidden.shape[1], device=hidden.device)
-        columns = self._caches[level].roots.unsqueeze(1) + columns
-        self._levels[level].states[self._rows, columns] = hidden
-
 
 class _Level:
     """A level of a head as what reads tokens: their states lie in a buffer, as keys do."""
 
     states: Tensor
     """(B, capacity, hidden_size), by the place of an entry in the cache."""
+    following: _Level | None = None
+    """Whose states are this level's outputs."""
+    given: Tensor | None = None
+    """(B, n, hidden_size), what the next forward takes in place of the buffer's."""
 
     def __init__(self, head: DraftHead, level: int) -> None:
         self._head = head
         self._level = level
-        self.following: _Level | None = None
         self.layer_kinds = head.layer_kinds
         self.device = head.device
 
@@ -242,10 +241,12 @@ class _Level:
     ) -> Tensor:
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         places = slots.unsqueeze(1), seq_lens.unsqueeze(1) + columns
+        hidden, self.given = self.given, None
+        if hidden is None:
+            hidden = self.states[places]
         outputs = self._head.forward(
-            self._level, cache, self.states[places], tokens, positions, slots, seq_lens, backend,
-            metadata,
-        )  # fmt: skip
+            self._level, cache, hidden, tokens, positions, slots, seq_lens, backend, metadata
+        )
         if self.following is not None:
             self.following.states[places] = outputs
         return outputs

@@ -108,7 +108,7 @@ class HeadDrafter(BeamDrafter):
     ) -> Sequence[Draft]:
         """Return one draft per request; see `torchvm.engine.Drafter`.
 
-        Requests that are not active lose their states.
+        Requests that rest keep their states.
 
         Raises:
             ValueError: as `BeamDrafter`, and when the states of an active request are missing,
@@ -119,8 +119,6 @@ class HeadDrafter(BeamDrafter):
             if on:
                 self._check_states(b, row)
                 self._tokens[b] = list(row)
-            else:
-                self._begin(b)
         long = [
             on and len(row) > self._num_levels for row, on in zip(sequences, active, strict=True)
         ]
