@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchvm.tools.messages import CommandError
 
-__all__ = ["write_file"]
+__all__ = ["refuse_unwritable", "write_file"]
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -21,10 +21,9 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         CommandError: when the file cannot be written there.
     """
+    refuse_unwritable(path)
     data = content.encode() if isinstance(content, str) else content
     try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
@@ -41,3 +40,21 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Say before long work what `write_file` would say after it.
+
+    Raises:
+        CommandError: when the path is a folder, or its folder is missing or closed to writing.
+    """
+    folder = path.parent
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not folder.is_dir():
+        reason = f"{folder} is not a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"{folder} cannot be written to"
+    else:
+        return
+    raise CommandError(f"cannot write {path}: {reason}")

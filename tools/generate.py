@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from torchvm.tools.files import refuse_unwritable, write_file
 from torchvm.tools.messages import CommandError, progress
 from torchvm.tools.models import PACKAGED, SMALL, Tokenizer, load_model, small_model
 from torchvm.tools.prompts import read_prompts
@@ -121,6 +122,13 @@ def generate(
         typer.Option(help="End where this text comes up; may be given several times."),
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write each step's tree and what it accepted, for `torchvm tree --record`.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Generate text with draft trees, verified by one compiled graph a step.
@@ -131,6 +139,7 @@ def generate(
     from torchvm.errors import TorchvmError
     from torchvm.tools.generate_report import as_dict, as_text
     from torchvm.tools.generate_run import Settings, run
+    from torchvm.tools.step_record import Header, Recorder, Sampling
 
     if (prompt is None) == (prompts_file is None):
         raise typer.BadParameter("give a PROMPT or a --prompts-file, and not both")
@@ -150,9 +159,12 @@ def generate(
         raise CommandError("--check compares greedy tokens: leave --temperature out")
     if check and not compare:
         raise CommandError("--check needs plain decoding: leave --no-compare out")
+    if record is not None:
+        refuse_unwritable(record)
     texts = [prompt or ""] if prompts_file is None else read_prompts(prompts_file)
     with progress("Loading the model"):
         lm, tokenizer = small_model(backend) if model == SMALL else load_model(model)
+    recorder = None if record is None else Recorder(tokenizer.decode)
     settings = Settings(
         drafting=(topk, depth, num_draft_tokens),
         max_new_tokens=max_new_tokens,
@@ -167,6 +179,7 @@ def generate(
         stop=tuple(stop or ()),
         stream=stream,
         batch_size=min(batch_size or _BATCH, len(texts)),
+        recorder=recorder,
     )
     prompts = [_encode(tokenizer, text, chat) for text in texts]
     try:
@@ -179,6 +192,16 @@ def generate(
         typer.echo(json.dumps(as_dict(outcome, listed=prompts_file is not None)))
     else:
         typer.echo(as_text(outcome, with_text=not stream))
+    if record is not None and recorder is not None:
+        header = Header(
+            model=model,
+            backend=outcome.backend,
+            num_draft_tokens=num_draft_tokens,
+            topk=topk,
+            depth=depth,
+            sampling=Sampling(temperature, top_p, top_k, seed) if temperature > 0 else None,
+        )
+        write_file(record, recorder.content(header))
     if check and not outcome.agrees:
         raise typer.Exit(1)
 

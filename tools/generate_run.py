@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchvm.engine.drafts import Drafter
     from torchvm.engine.target import TargetModel
     from torchvm.tools.models import Tokenizer
+    from torchvm.tools.step_record import Recorder
 
 __all__ = ["Settings", "run"]
 
@@ -64,6 +65,8 @@ class Settings(NamedTuple):
     stream: bool
     batch_size: int
     """Requests that decode together."""
+    recorder: Recorder | None = None
+    """Is given every step of the speculative run."""
 
 
 def run(
@@ -176,10 +179,12 @@ def _speculate(
     stream = texts.stream()
     with progress("Decoding") as show:
         on_step = _feed(stream) if settings.stream else _counter(show)
-        found = [
-            decoder.decode(batch, on_step=on_step, **texts.limits)
-            for batch in _batches(prompts, settings)
-        ]
+        found: list[Generation] = []
+        for batch in _batches(prompts, settings):
+            if settings.recorder is not None:
+                done = sum(len(run.sequences) for run in found)
+                decoder.runner.on_verified = settings.recorder.batch(done)
+            found.append(decoder.decode(batch, on_step=on_step, **texts.limits))
     if settings.stream:
         stream.finish()
         _write("\n")

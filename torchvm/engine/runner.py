@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchvm.engine.target import TargetCache, TargetModel
     from torchvm.engine.verifier import Verifier
 
-__all__ = ["Verified", "VerifyRunner", "bucket_sizes", "checked_buckets"]
+__all__ = ["Verified", "VerifiedStep", "VerifyRunner", "bucket_sizes", "checked_buckets"]
 
 PHASE = "TARGET_VERIFY"
 _MASK = "tree_mask"
@@ -42,6 +42,19 @@ class Verified(NamedTuple):
     hidden: Tensor | None = None
     """(bucket, n, hidden_size), the target's states of all nodes, where the step gives them. It
     lies where the step left it: the next run on this bucket may overwrite it."""
+
+
+class VerifiedStep(NamedTuple):
+    """What one step was given, and what it accepted."""
+
+    tokens: Sequence[Sequence[int]]
+    """(B, n), the root first."""
+    parents: Sequence[Sequence[int]]
+    """(B, n) node indices."""
+    seq_lens: Sequence[int]
+    slots: Sequence[int]
+    """Where each request lies in the cache."""
+    found: Verified
 
 
 def bucket_sizes(max_bs: int) -> tuple[int, ...]:
@@ -108,6 +121,7 @@ class VerifyRunner:
         self.max_bs = max_bs
         self.buckets = buckets
         self.buffers = _phase_buffers(verifier, max_bs, buckets[-1], target.device)
+        self.on_verified: Callable[[VerifiedStep], None] | None = None
         self._step = step
         self._captured: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
         self._addresses = self.buffers.addresses()
@@ -196,6 +210,8 @@ class VerifyRunner:
             nodes = accept_index[b][: accept_num[b] + 1]
             found.tokens.append([predicts[node] for node in nodes])
             found.paths.append([node - b * n for node in nodes[1:]])
+        if self.on_verified is not None:
+            self.on_verified(VerifiedStep(tokens, parents, seq_lens, slots, found))
         return found
 
     def seed(self) -> None:
