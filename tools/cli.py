@@ -12,6 +12,7 @@ from torchvm.tools.dump import TargetError, dump_json, dump_text, load_target
 from torchvm.tools.env import env
 from torchvm.tools.generate import generate
 from torchvm.tools.messages import CommandError
+from torchvm.tools.tree import tree
 
 __all__ = ["app", "main"]
 
@@ -47,6 +48,7 @@ app.command(
     epilog="Example: torchvm generate --topk 2 --depth 4 --check 'List three colours, twice.'"
 )(generate)
 app.command(epilog="Example: torchvm env --json")(env)
+app.command(epilog='Example: torchvm tree --parents "-1,0,0,1,1,2" --mode all')(tree)
 
 
 @app.command(epilog="Example: torchvm dump my_model.py:verify_step --json")

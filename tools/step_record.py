@@ -36,20 +36,21 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a run's steps have in common."""
 
+    format: str = FORMAT
+    version: int = VERSION
+    torchvm: str = __version__
     model: str
     backend: str
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
     topk: Count
     depth: Count
-    sampling: Sampling | None = None
+    sampling: Sampling | None
+    """None where the run was greedy."""
     lines: Count = 0
     """Steps of all requests in the file; fewer tell that its end is missing."""
-    format: str = FORMAT
-    version: int = VERSION
-    torchvm: str = __version__
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
