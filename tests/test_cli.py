@@ -60,7 +60,7 @@ def generated(folder: str, *options: str) -> Any:
 
 
 def test_help_and_version_do_not_import_torch() -> None:
-    for arguments in (["--help"], ["generate", "--help"], ["--version"]):
+    for arguments in (["--help"], ["generate", "--help"], ["tree", "--help"], ["--version"]):
         code = (
             "import sys; from torchvm.tools.cli import app\n"
             f"try: app({arguments!r})\n"
@@ -74,7 +74,7 @@ def test_help_and_version_do_not_import_torch() -> None:
 
 
 def test_every_command_has_an_example() -> None:
-    for command in ("generate", "env", "dump"):
+    for command in ("generate", "env", "dump", "tree"):
         done = invoke(command, "--help")
         assert done.exit_code == 0
         assert f"Example: torchvm {command}" in done.stdout

@@ -46,15 +46,12 @@ def refuse_unwritable(path: Path) -> None:
     """Say before long work what `write_file` would say after it.
 
     Raises:
-        CommandError: when the path is a folder, or its folder is missing or closed to writing.
+        CommandError: when the path is a folder, or no file can be written beside it.
     """
-    folder = path.parent
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not folder.is_dir():
-        reason = f"{folder} is not a folder"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"{folder} cannot be written to"
-    else:
-        return
-    raise CommandError(f"cannot write {path}: {reason}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error

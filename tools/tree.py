@@ -104,11 +104,17 @@ def tree(
     an earlier node is not found: its node hangs from nobody, and a note says so.
     """
     given = _given(parents, choices, record, step, request, seq_len)
+    if given.seq_len > _MOST_SEQ_LEN:
+        raise CommandError(
+            f"committed tokens must be at most {_MOST_SEQ_LEN:,}, got {given.seq_len:,}"
+        )
     given = _with_texts(given, tokens, target, accepted)
     if only and as_json:
         raise CommandError("--only chooses parts of the text: leave --json out")
     if only and Part.bytes in only and mode is None:
         raise CommandError("--only bytes needs --mode: which layout?")
+    if only and Part.walk in only and given.accepted is None and given.target is None:
+        raise CommandError("--only walk needs --target, --accepted or --record")
 
     from torchvm.ops.layout import TreeMaskMode
     from torchvm.tools.tree_layout import lay_out
@@ -151,8 +157,6 @@ def _given(
     if (step, request) != (0, 0):
         raise CommandError("--step and --request are for a recording: give --record")
     length = _SEQ_LEN if seq_len is None else seq_len
-    if length > _MOST_SEQ_LEN:
-        raise CommandError(f"--seq-len must be at most {_MOST_SEQ_LEN:,}, got {length:,}")
     if parents is not None:
         return from_parents(parents, length)
     assert choices is not None

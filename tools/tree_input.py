@@ -90,7 +90,7 @@ def from_record(path: Path, step: int, request: int) -> Given:
     found = mine[step]
     how = "sampled" if header.sampling else "greedy"
     source = (
-        f"step {step} of {_span(mine)} of request {request}: model {header.model!r}, "
+        f"request {request}, step {step} ({_span(mine)}): model {header.model!r}, "
         f"back end {header.backend!r}, topk {header.topk}, depth {header.depth}, {how}"
     )
     return Given(

@@ -165,10 +165,9 @@ def _walk(picture: Picture, style: Style) -> list[str]:
     if picture.accepted is None:
         return []
     path = " ".join(map(str, picture.accepted))
-    lines = [
-        f"accepted: {path} ({picture.accepted_by})",
-        *(f"  {_visit(visit, picture, style)}" for visit in picture.walk),
-    ]
+    lines = [f"accepted: {path} ({picture.accepted_by})"]
+    for visit in picture.walk:
+        lines += _visit(visit, picture, style)
     bonus = picture.walk[-1].target
     if bonus is not None:
         count = len(picture.accepted) - 1
@@ -177,19 +176,21 @@ def _walk(picture: Picture, style: Style) -> list[str]:
     return lines
 
 
-def _visit(visit: Visit, picture: Picture, style: Style) -> str:
-    tried = []
+def _visit(visit: Visit, picture: Picture, style: Style) -> list[str]:
+    """Tell how the children of an accepted node were gone through."""
+    where = f"  at node {visit.node}"
+    if visit.target is not None:
+        where += f" the target's token is {style.quote(visit.target)}"
+    lines = [where]
     for at, child in enumerate(visit.tried):
         link = "retrieve_next_sibling" if at else "retrieve_next_token"
         name = label(picture.nodes[child], style.quote)
         verdict = "accepted" if child == visit.accepted else "no"
-        tried.append(f"{link} {child} {name}".rstrip() + f": {verdict}")
-    where = f"at node {visit.node}"
-    if visit.target is not None:
-        where += f" the target's token is {style.quote(visit.target)}"
+        lines.append(f"    {link} {child} {name}".rstrip() + f": {verdict}")
     if visit.accepted is None:
-        tried.append("end of the list" if visit.tried else "no children")
-    return f"{where}; " + ", ".join(tried)
+        link = "retrieve_next_sibling" if visit.tried else "retrieve_next_token"
+        lines.append(f"    {link} -1: the end")
+    return lines
 
 
 def _notes(picture: Picture, style: Style) -> list[str]:  # noqa: ARG001
@@ -217,7 +218,7 @@ def _layout_head(layout: Layout, picture: Picture, *, packed: bool) -> list[str]
     if packed:
         value = cells[j // _BITS]
         lines.append(
-            f"cell (i, j) is bit j % 8 of byte {stride} * i + j // 8; bit 0 is written last"
+            f"cell (i, j) is bit j % 8 of byte {stride} * i + j // 8, where bit 7 is written first"
         )
         example = (
             f"bit {j % _BITS} of byte {stride * i + j // _BITS}, which is {int(value, 16):08b}: "
@@ -234,11 +235,9 @@ def _layout_head(layout: Layout, picture: Picture, *, packed: bool) -> list[str]
         count = layout.prefix_bytes
         cells_of = "1 prefix cell" if count == 1 else f"{count:,} prefix cells"
         lines.append(f"the {cells_of} of a row come first{all_ones}{cut}")
-    lines.append(
-        "mask_convert makes the same bytes of the QLEN_ONLY mask"
-        if layout.same_by_mask_convert
-        else "mask_convert makes OTHER bytes of the QLEN_ONLY mask"
-    )
+    if layout.mode != "QLEN_ONLY":
+        same = "these" if layout.same_by_mask_convert else "OTHER"
+        lines.append(f"mask_convert makes {same} bytes of the QLEN_ONLY mask, too")
     return lines
 
 
@@ -251,7 +250,7 @@ def _byte_table(layout: Layout, picture: Picture, *, packed: bool) -> list[str]:
     with_bits = packed and width <= _BITS
     if with_bits:
         head.append(
-            " ".join(f"{_BITS * at + 7}-{_BITS * at}".center(_BITS) for at in range(width))
+            " ".join(f"{_BITS * at + 7}..{_BITS * at}".center(_BITS) for at in range(width))
         )
     body = []
     for node, row in enumerate(layout.rows):
