@@ -358,6 +358,7 @@ def test_a_chain_of_sixty_is_narrow() -> None:
         (("--parents", "-1", "--only", "walk"), "--only walk needs --target, --accepted or"),
         (("--parents", "-1", "--only", "tree", "--json"), "leave --json out"),
         (("--parents", "-1", "--svg", "absent/x.svg"), "cannot write absent/x.svg"),
+        (("--parents", "-1" + ",0" * 256, "--svg", "x.svg"), "at most 256 nodes, got 257"),
     ],
 )
 def test_mistakes_are_one_line_on_stderr(

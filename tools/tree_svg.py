@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
 
+from torchvm.tools.messages import CommandError
 from torchvm.tools.tree_text import UNICODE, cut, heading, label
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_svg"]
 
+_MOST_NODES = 256
 _ROW = 24
 _MARGIN = 24
 _RADIUS = 9
@@ -107,7 +109,15 @@ class _Canvas:
 
 
 def as_svg(picture: Picture) -> str:
-    """Draw the picture; what comes from models and users is escaped."""
+    """Draw the picture; what comes from models and users is escaped.
+
+    Raises:
+        CommandError: for more nodes than a browser shows with ease.
+    """
+    if picture.num_draft_tokens > _MOST_NODES:
+        raise CommandError(
+            f"--svg must be of at most {_MOST_NODES} nodes, got {picture.num_draft_tokens:,}"
+        )
     canvas = _Canvas()
     canvas.text(_MARGIN, 30, heading(picture), "title")
     top = 46.0
