@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchvm.engine.target import TargetModel
     from torchvm.sampling import SamplingParams
 
-__all__ = ["Verifier", "plan_backend", "start_verifier"]
+__all__ = ["Verifier", "plan_backend", "start_verifier", "step_inputs"]
 
 
 class Verifier(NamedTuple):
@@ -116,11 +116,8 @@ def plan_backend(
     shape = StepShape(n, config.max_context_len, mode, hidden_states=hidden_states)
 
     def inputs(mask: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        rows = torch.zeros(max_bs, n, dtype=torch.int64, device=mask.device)
-        cache = target.allocate(max_bs, config.max_context_len, n)
-        lengths = torch.zeros(max_bs, dtype=torch.int64, device=mask.device)
-        inputs = (rows, rows.clone(), lengths.clone(), lengths, shape, mask)
-        return (target, cache, backend.verifier, *inputs), {}
+        verifier = Verifier(backend.verifier, shape, mask, None)
+        return step_inputs(target, verifier, max_bs, mask.device), {}
 
     with torch.no_grad(), target.attending():
         return plan_verify_mask(
@@ -133,6 +130,25 @@ def plan_backend(
             dtype=backend.mask_dtype,
             declared_is_read=backend.is_read,
         )
+
+
+def step_inputs(
+    target: TargetModel, verifier: Verifier, max_bs: int, device: torch.device | str
+) -> tuple[Any, ...]:
+    """Arguments of `verify_step` for a full batch of zeros, to be traced under a fake mode.
+
+    Args:
+        target: the model.
+        verifier: what verifies, and the buffer to build into or None.
+        max_bs: B.
+        device: of the batch.
+    """
+    n, context = verifier.shape.num_draft_tokens, verifier.shape.max_context_len
+    rows = torch.zeros(max_bs, n, dtype=torch.int64, device=device)
+    cache = target.allocate(max_bs, context, n)
+    lengths = torch.zeros(max_bs, dtype=torch.int64, device=device)
+    batch = (rows, rows.clone(), lengths.clone(), lengths, verifier.shape, verifier.buffer)
+    return (target, cache, verifier.backend, *batch)
 
 
 def _check_config(backend: AttentionBackend, config: VerifyConfig) -> None:
