@@ -6,45 +6,61 @@ Everything runs on fake tensors: nothing is computed and no mask is allocated.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 from torch.utils._pytree import tree_map_only
 
 from torchvm.compilation import PASSES
-from torchvm.passes.base import MaskPipeline
-from torchvm.passes.graph import (
-    format_value,
-    graph_modules,
-    neighbourhood,
-    op_call,
-    source_line,
-    symbolic_value,
+from torchvm.findings import (
+    Finding,
+    FindingKind,
+    clone_findings,
+    contract_findings,
+    from_capture,
 )
-from torchvm.passes.report import MaskReport
-from torchvm.tracing import fake_mode, trace
+from torchvm.graph_rows import NodeRow, graph_rows, known_masks
+from torchvm.ops.layout import TreeMaskMode, mask_storage
+from torchvm.passes.base import MaskPipeline
+from torchvm.passes.capture_check import check_capture
+from torchvm.passes.graph import graph_modules, source_line
+from torchvm.passes.report import REASONS, MaskReport, Reason, ReasonText
+from torchvm.passes.requirements import smallest_mode
+from torchvm.passes.rewrite import declared_storage
+from torchvm.tracing import TracedModule, fake_mode, trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch.fx import Graph, Node
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.export import ExportedProgram
+    from torch.fx import GraphModule
 
-__all__ = ["NodeRow", "TracedGraph", "trace_graphs"]
+    from torchvm.passes.liveness import Mask
+
+__all__ = ["GraphOptions", "MaskSizes", "TracedGraph", "inspect_program", "trace_graphs"]
 
 
-class NodeRow(msgspec.Struct, frozen=True):
-    """One node of a graph as a table shows it."""
+class MaskSizes(NamedTuple):
+    """What a mask is for."""
 
-    name: str
-    op: str
-    inputs: tuple[str, ...]
-    """`argument=dtype[shape]` for tensors, `argument=value` for the rest."""
-    output: str
-    """`dtype[shape]`, several in parentheses, "" for none."""
-    nbytes: int | str | None
-    """Bytes of the output: a number, an expression for dynamic sizes, None for no tensor."""
-    source: str
+    max_bs: int
+    num_draft_tokens: int
+    max_context_len: int
+
+
+class GraphOptions(NamedTuple):
+    """How graphs are looked at."""
+
+    every_node: bool = False
+    """Rows for all nodes; by default torchvm's ops and their direct neighbours."""
+    device: str = ""
+    """What CPU tensors are shown on; "" is the CPU."""
+    sizes: MaskSizes | None = None
+    """What masks that are inputs would be allocated for, to plan their layout."""
+    static_inputs: bool = False
+    """Whether all inputs stay where they are between replays of a captured graph."""
 
 
 class TracedGraph(msgspec.Struct, frozen=True):
@@ -53,6 +69,15 @@ class TracedGraph(msgspec.Struct, frozen=True):
     before: tuple[NodeRow, ...]
     after: tuple[NodeRow, ...]
     reports: tuple[MaskReport, ...]
+    remedies: tuple[ReasonText, ...]
+    """For each report, what its verdict means and what to do."""
+    plans: tuple[MaskReport, ...]
+    """Of masks that are inputs, the layout in which they could be allocated."""
+    findings: tuple[Finding, ...]
+    changed: tuple[str, ...]
+    """Names of the rows that the passes changed, added or removed."""
+    nodes: int
+    """Nodes of the whole graph before the passes."""
 
 
 def trace_graphs(
@@ -62,6 +87,9 @@ def trace_graphs(
     *,
     every_node: bool = False,
     dynamic: bool | None = None,
+    fullgraph: bool = False,
+    mode: FakeTensorMode | None = None,
+    options: GraphOptions | None = None,
 ) -> list[TracedGraph]:
     """Trace a function as `torch.compile` would and run the passes on each of its graphs.
 
@@ -69,72 +97,142 @@ def trace_graphs(
         function: what would be compiled.
         args: example arguments; tensors are replaced by fakes of the same metadata.
         kwargs: example keyword arguments.
-        every_node: rows for all nodes; by default torchvm's ops and their direct neighbours.
+        every_node: as in `GraphOptions`, where no `options` are given.
         dynamic: as in `torch.compile`.
+        fullgraph: as in `torch.compile`.
+        mode: of `fake_mode`, when arguments are fakes of it already.
+        options: how the graphs are looked at.
 
     Returns:
         One entry per graph that holds nodes; several where the function breaks the graph.
     """
-    mode = fake_mode()
-    fake = partial(mode.from_tensor, static_shapes=not dynamic)
-    fakes = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs or {})))
-    traced = trace(function, *fakes, mode=mode, dynamic=dynamic)
+    mode = mode or fake_mode()
+    options = options or GraphOptions(every_node=every_node)
+    fakes: list[torch.Tensor] = []
+    fake = partial(_fake, mode, static_shapes=not dynamic, static=fakes)
+    given = tree_map_only(torch.Tensor, fake, (tuple(args), dict(kwargs or {})))
+    static = [*fakes, *(function.buffers() if isinstance(function, torch.nn.Module) else ())]
+    traced = trace(function, *given, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
     return [
-        _inspect(module.graph, every_node=every_node)
+        graph
         for found in traced
-        for module in graph_modules(found.module)
+        for graph in _inspect(found.module, _static_names(found, static, options), options)
     ]
 
 
-def _inspect(graph: Graph, *, every_node: bool) -> TracedGraph:
-    def rows() -> tuple[NodeRow, ...]:
-        nodes = list(graph.nodes) if every_node else neighbourhood(graph)
-        return tuple(_row(node) for node in nodes)
+def inspect_program(
+    program: ExportedProgram, options: GraphOptions | None = None
+) -> list[TracedGraph]:
+    """Run the passes on the graphs of an exported program, as `torchvm.compact` does.
 
-    before = rows()
+    Args:
+        program: from `torch.export`, decomposed or not; it is left as it is.
+        options: how the graphs are looked at.
+    """
+    functional = program.run_decompositions({})
+    findings = [from_capture(finding) for finding in check_capture(functional)]
+    return _inspect(functional.graph_module, None, options or GraphOptions(), findings)
+
+
+def _fake(
+    mode: FakeTensorMode, tensor: torch.Tensor, *, static_shapes: bool, static: list[torch.Tensor]
+) -> torch.Tensor:
+    """Make a fake of a tensor, on the CPU where this torch cannot trace for its device."""
+    fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=static_shapes)
+    if fake.device.type == "cuda" and not torch.version.cuda:
+        with mode:
+            fake = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
+    if getattr(tensor, "_dynamo_static_input_type", None):
+        static.append(fake)
+    return fake
+
+
+def _static_names(
+    found: TracedModule, static: Iterable[torch.Tensor], options: GraphOptions
+) -> list[str]:
+    """Name the inputs whose memory stays where it is."""
+    if options.static_inputs:
+        return [node.name for node in found.module.graph.find_nodes(op="placeholder")]
+    known = {id(tensor) for tensor in static}
+    return [node.name for node, tensor in found.inputs.items() if id(tensor) in known]
+
+
+def _inspect(
+    outer: GraphModule,
+    static_names: Sequence[str] | None,
+    options: GraphOptions,
+    capture: Sequence[Finding] = (),
+) -> list[TracedGraph]:
+    """Look at a module and those nested in it; what is found of capture is said of the module."""
+    if static_names is not None:
+        found = check_capture(outer, static_input_names=static_names)
+        capture = [from_capture(finding) for finding in found]
+    modules = graph_modules(outer)
+    return [_inspect_one(m, capture if m is outer else (), options) for m in modules]
+
+
+def _inspect_one(
+    module: GraphModule, capture: Sequence[Finding], options: GraphOptions
+) -> TracedGraph:
+    graph = module.graph
+    rows = partial(graph_rows, graph, every_node=options.every_node, device=options.device)
+    masks, nodes = known_masks(graph), len(graph.nodes)
+    before, contracts = rows(masks), contract_findings(masks)
+    plans = tuple(plan for mask in masks for plan in _plans(mask, options.sizes))
+    inputs = [_input_report(mask) for mask in masks if not mask.builds and _is_input(mask)]
     reports: list[MaskReport] = []
     MaskPipeline([p() for p in PASSES], reports.extend)(graph)
-    return TracedGraph(before, rows(), tuple(reports))
+    after = rows(known_masks(graph))
+    clones = clone_findings(module)
+    copied = {finding.node for finding in clones if finding.kind is FindingKind.clone}
+    known = [msgspec.structs.replace(r, copied=r.name in copied) for r in reports] + inputs
+    return TracedGraph(
+        before=before,
+        after=after,
+        reports=tuple(known),
+        remedies=tuple(REASONS[report.verdict] for report in known),
+        plans=plans,
+        findings=(*contracts, *clones, *capture),
+        changed=_changed(before, after),
+        nodes=nodes,
+    )
 
 
-def _row(node: Node) -> NodeRow:
-    call = op_call(node)
-    if call is not None:
-        order = [argument.name for argument in call.op._schema.arguments]
-        given: dict[str, Any] = {**call.arguments, **{k: w.base for k, w in call.written.items()}}
-        inputs = tuple(_input(k, given[k], "!" * (k in call.written)) for k in order if k in given)
-        op = call.name
-    else:
-        inputs = tuple(_input("", value, "") for value in node.args)
-        op = node.op if node.op in ("placeholder", "output") else _name(node.target)
-    value = node.meta.get("val")
-    return NodeRow(node.name, op, inputs, format_value(value), _nbytes(value), source_line(node))
+def _changed(before: Sequence[NodeRow], after: Sequence[NodeRow]) -> tuple[str, ...]:
+    differ = set(before) ^ set(after)
+    return tuple(dict.fromkeys(row.name for row in (*before, *after) if row in differ))
 
 
-def _name(target: Any) -> str:
-    return str(getattr(target, "__name__", target))
+def _is_input(mask: Mask) -> bool:
+    return mask.root.op == "placeholder"
 
 
-def _input(name: str, argument: Any, mark: str) -> str:
-    shown = _shown(argument)
-    return f"{name}{mark}={shown}" if name else shown
+def _input_report(mask: Mask) -> MaskReport:
+    """Report on a mask that comes in and is only read, which the passes have nothing to say of."""
+    mode, nbytes = declared_storage(mask)
+    return MaskReport(
+        name=mask.root.name,
+        source=source_line(mask.root),
+        declared_mode=mode,
+        final_mode=mode,
+        declared_bytes=nbytes,
+        final_bytes=nbytes,
+        verdict=Reason.GRAPH_INPUT,
+        readers=mask.readers(),
+    )
 
 
-def _shown(argument: Any) -> str:
-    """A tensor or symbol by its metadata, a node of several results by name, the rest as is."""
-    if isinstance(argument, tuple | list):
-        return "[" + ", ".join(map(_shown, argument)) + "]"
-    value = symbolic_value(argument)
-    several = value is None or isinstance(value, tuple | list)
-    if isinstance(argument, torch.fx.Node) and several:
-        return f"%{argument.name}"
-    return format_value(value) or repr(argument)
-
-
-def _nbytes(value: Any) -> int | str | None:
-    tensors = list(value) if isinstance(value, tuple | list) else [value]
-    sizes = [v.numel() * v.element_size() for v in tensors if isinstance(v, torch.Tensor)]
-    if not sizes:
-        return None
-    total = sum(sizes)
-    return total if isinstance(total, int) else str(total)
+def _plans(mask: Mask, sizes: MaskSizes | None) -> list[MaskReport]:
+    """Plan the layout of a FULL_MASK that comes in, as far as this graph is concerned."""
+    if sizes is None or not _is_input(mask) or mask.mode is not TreeMaskMode.FULL_MASK:
+        return []
+    mode, verdict = smallest_mode([mask], sizes.max_bs, sizes.num_draft_tokens)
+    declared, final = (mask_storage(m, *sizes)[0] for m in (mask.mode, mode))
+    report = msgspec.structs.replace(
+        _input_report(mask),
+        final_mode=mode,
+        declared_bytes=int(declared),
+        final_bytes=int(final),
+        verdict=verdict,
+    )
+    return [report]
