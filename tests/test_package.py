@@ -40,7 +40,7 @@ def test_the_wheel_holds_the_package(tmp_path: Path, pytestconfig: pytest.Config
         names = archive.namelist()
         archive.extractall(site)
     assert torchvm.__version__ in wheel.name
-    assert "torchvm/py.typed" in names
+    assert {"torchvm/py.typed", "torchvm/tools/dump_page.html"} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert tops == {"torchvm", f"torchvm-{torchvm.__version__}.dist-info"}
     run = subprocess.run(

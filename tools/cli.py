@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from torchvm.ops.version import __version__
-from torchvm.tools.dump import TargetError, dump_json, dump_text, load_target
+from torchvm.tools.dump import dump
 from torchvm.tools.env import env
 from torchvm.tools.generate import generate
 from torchvm.tools.messages import CommandError
@@ -49,34 +49,7 @@ app.command(
 )(generate)
 app.command(epilog="Example: torchvm env --json")(env)
 app.command(epilog='Example: torchvm tree --parents "-1,0,0,1,1,2" --mode all')(tree)
-
-
-@app.command(epilog="Example: torchvm dump my_model.py:verify_step --json")
-def dump(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="file.py:function or module:function; it returns (callable, example_args).",
-        ),
-    ],
-    every_node: Annotated[
-        bool, typer.Option("--all", help="Every node, not only torchvm's and their neighbours.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show a function's torchvm ops, shapes and bytes before and after the passes.
-
-    The function is traced under fake tensors: nothing is computed or allocated.
-    """
-    from torchvm.inspection import trace_graphs
-
-    try:
-        function, args = load_target(target)
-    except TargetError as error:
-        raise CommandError(str(error)) from error
-    graphs = trace_graphs(function, args, every_node=every_node)
-    typer.echo(dump_json(graphs) if as_json else dump_text(graphs))
+app.command(epilog="Example: torchvm dump hf:LlamaConfig --max-bs 256 --max-context-len 1Mi")(dump)
 
 
 def main() -> None:

@@ -1,115 +1,165 @@
-"""torchvm dump TARGET: the shapes and bytes of a function's torchvm ops, before and after."""
+"""torchvm dump TARGET: what a graph does with masks, before and after the passes."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import re
+import shutil
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
+import typer
+
+from torchvm.tools.files import write_file
+from torchvm.tools.messages import CommandError, progress
+from torchvm.tools.quantities import parse_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from torchvm.inspection import NodeRow, TracedGraph
+    from torchvm.inspection import TracedGraph
+    from torchvm.tools.dump_target import Request
 
-__all__ = ["TargetError", "dump_json", "dump_text", "load_target"]
+__all__ = ["dump", "dump_json"]
+
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
-class TargetError(Exception):
-    """The target cannot be loaded; the message is one line for the user."""
+def dump(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="file.py:function or module:function, which returns (callable, example_args) or "
+            "(callable, example_args, example_kwargs); FILE.pt2, a saved torch.export program; "
+            "hf:FOLDER with a model's config.json; hf:CONFIG, a config class of transformers "
+            "such as hf:LlamaConfig, at a small size.",
+        ),
+    ],
+    every_node: Annotated[
+        bool, typer.Option("--all", help="Every node, not only torchvm's and their neighbours.")
+    ] = False,
+    fake_device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="cpu, cuda or cuda:N, which need not be there: the target function itself runs "
+            "on fake tensors too, and allocates nothing.",
+        ),
+    ] = None,
+    max_bs: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_count,
+            metavar="COUNT",
+            help="Requests in a batch. This and the next two go to the target function, as "
+            "keyword arguments of these names, or size the step of a model.",
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(parser=parse_count, metavar="COUNT", help="Nodes of a tree, root included."),
+    ] = None,
+    max_context_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_count, metavar="COUNT", help="Most committed tokens, such as 1Mi."
+        ),
+    ] = None,
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Trace a function with symbolic sizes.")
+    ] = False,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="A module or file.py that registers ops of yours; may be given several times.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of graphs.")] = False,
+    as_dot: Annotated[bool, typer.Option("--dot", help="Print the graphs for Graphviz.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write one self-contained page, with the graphs drawn."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End with status 1 when there are findings.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a target that fails.")
+    ] = False,
+) -> None:
+    """Show what becomes of every verify mask of a graph: ops, layouts, bytes, readers, findings.
 
-
-def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Load `file.py:function` or `module:function` and call it for what to trace.
-
-    The function takes no arguments and returns `(callable, example_args)`.
-
-    Raises:
-        TargetError: with one line that says which part of the target is wrong.
+    The target is traced under fake tensors, and the passes run on its graphs: nothing is computed
+    and no mask is allocated. Findings are uses that disagree with a mask's contract, copies of a
+    whole mask, and what stands against CUDA-graph capture.
     """
-    place, separator, name = target.rpartition(":")
-    if not separator or not place or not name:
-        raise TargetError(f"TARGET must be file.py:function or module:function, got {target!r}")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise TargetError(f"{place} has no function {name!r}")
-    try:
-        made = function()
-    except Exception as error:
-        raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise TargetError(f"{target} must return (callable, example_args), got {_kind(made)}")
-    function, args = made
-    if not isinstance(args, tuple | list):
-        raise TargetError(f"{target} must return example_args as a tuple, got {_kind(args)}")
-    return function, tuple(args)
+    from torchvm.tools.dump_target import Request
 
+    if as_json and as_dot:
+        raise CommandError("--json and --dot both print: leave one out")
+    request = Request(
+        target, max_bs, num_draft_tokens, max_context_len, fake_device, dynamic, every_node, debug
+    )
+    _check(request)
+    with progress("Tracing"):
+        graphs = _graphs(request, imports or [])
+    if html is not None:
+        from torchvm.tools.dump_html import dump_html
 
-def dump_text(graphs: Sequence[TracedGraph]) -> str:
-    """Write tables of all graphs; a row that a pass changed has a `*` before it."""
-    return "\n\n".join(_graph_text(number, graph) for number, graph in enumerate(graphs))
+        write_file(html, dump_html(graphs, target))
+    typer.echo(_printed(graphs, html, as_json=as_json, as_dot=as_dot))
+    if strict and any(graph.findings for graph in graphs):
+        raise typer.Exit(1)
 
 
 def dump_json(graphs: Sequence[TracedGraph]) -> str:
     """Write all graphs as one JSON list."""
+    import msgspec
+
     return msgspec.json.format(msgspec.json.encode(list(graphs))).decode()
 
 
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise TargetError(f"{path} is not a file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise TargetError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise TargetError(f"{path} raised {type(error).__name__}: {error}") from error
-    return module
+def _check(request: Request) -> None:
+    for name, size in request.sizes.items():
+        least = 0 if name == "max_context_len" else 1
+        if size < least:
+            option = "--" + name.replace("_", "-")
+            raise CommandError(f"{option} must be >= {least}, got {size}")
+    if request.device is not None and not _DEVICE.fullmatch(request.device):
+        raise CommandError(f"--fake-device must be cpu, cuda or cuda:N, got {request.device!r}")
 
 
-def _load_module(name: str) -> Any:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise TargetError(f"{name} cannot be imported: {error}") from error
+def _graphs(request: Request, imports: Sequence[str]) -> list[TracedGraph]:
+    import torchvm.api  # noqa: F401 - targets find every op registered, as after import torchvm
+    from torchvm.tools.dump_target import graphs_of, load_module, shown_device
+
+    for place in imports:
+        load_module(place, debug=request.debug)
+    if shown_device(request.device):
+        typer.echo(
+            f"torchvm: this torch has no CUDA: traced on the CPU, shown on {request.device}; a "
+            "CPU tensor among CUDA tensors would not be found",
+            err=True,
+        )
+    return graphs_of(request)
 
 
-def _kind(value: Any) -> str:
-    return type(value).__name__
+def _printed(
+    graphs: Sequence[TracedGraph], html: Path | None, *, as_json: bool, as_dot: bool
+) -> str:
+    """What goes to standard output."""
+    from torchvm.tools.dump_text import dump_text, summary
 
+    if as_json:
+        return dump_json(graphs)
+    if as_dot:
+        from torchvm.tools.dump_dot import dump_dot
 
-def _graph_text(number: int, graph: TracedGraph) -> str:
-    changed = set(graph.before) ^ set(graph.after)
-    parts = [
-        f"graph {number}, before",
-        _table(graph.before, changed),
-        "",
-        f"graph {number}, after" + ("" if changed else ": the same"),
-        *([_table(graph.after, changed)] if changed else []),
-        "",
-        "masks",
-        *(f"  {report}" for report in graph.reports),
-    ]
-    return "\n".join(parts if graph.reports else [*parts, "  none"])
-
-
-def _table(rows: Sequence[NodeRow], changed: set[NodeRow]) -> str:
-    head = ("", "node", "op", "inputs", "output", "bytes", "source")
-    cells = [head]
-    for row in rows:
-        mark = "*" if row in changed else ""
-        nbytes = "" if row.nbytes is None else str(row.nbytes)
-        inputs = ", ".join(row.inputs)
-        cells.append((mark, row.name, row.op, inputs, row.output, nbytes, row.source))
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in cells]
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+        return dump_dot(graphs)
+    if html is not None:
+        return f"{html}: {summary(graphs)}"
+    width = shutil.get_terminal_size((120, 40)).columns if sys.stdout.isatty() else None
+    return dump_text(graphs, width)

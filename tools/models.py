@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
     from torchvm.engine.small_model import SmallModel
 
-__all__ = ["PACKAGED", "SMALL", "Tokenizer", "load_model", "packaged_model", "small_model"]
+__all__ = [
+    "PACKAGED",
+    "SMALL",
+    "Tokenizer",
+    "load_model",
+    "model_config",
+    "packaged_model",
+    "small_model",
+]
 
 PACKAGED = "packaged"
 SMALL = "small"
@@ -130,6 +138,54 @@ def load_model(name: str) -> tuple[PreTrainedModel, Tokenizer]:
         reason = str(error).strip().partition("\n")[0]
         raise CommandError(f"cannot load a model from {folder}: {reason}") from error
     return model.eval(), tokenizer
+
+
+SMALL_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+"""Of a model that is known by its config class; the rest is as the class has it."""
+
+
+def model_config(name: str) -> Any:
+    """Return the config of a causal language model; no weight is looked at.
+
+    Args:
+        name: a folder with a config.json, or the name of a config class of transformers, which
+            is made at a small size.
+
+    Raises:
+        CommandError: when there is none.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise CommandError(
+            f"models need transformers ({error}): pip install 'torchvm[hf]'"
+        ) from error
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    base: Any = transformers.PretrainedConfig
+    if name and Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise CommandError(f"{name} must hold a config.json")
+        config: Any = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    else:
+        made = getattr(transformers, name, None) if name.isidentifier() else None
+        if not (isinstance(made, type) and issubclass(made, base)):
+            raise CommandError(
+                "hf: must be followed by a folder with a config.json or by a config class of "
+                f"transformers (hf:LlamaConfig), got {name!r}"
+            )
+        config = made(**SMALL_SIZES)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = type(config).__name__
+        raise CommandError(f"hf: must be a causal language model, got a {kind}")
+    return config
 
 
 def _locate(name: str) -> tuple[Path, dict[str, Any]]:
