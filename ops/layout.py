@@ -1,20 +1,24 @@
-"""Layouts of a verify mask and the size formulas that everything else calls."""
+"""Layouts of a verify mask and the size formulas that everything else calls.
+
+The module imports torch where a dtype or a tensor is asked for: sizes alone are had without it.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
     from torch import SymInt, Tensor
 
 __all__ = [
     "TreeMaskMode",
     "live_mask_numel",
     "mask_dtype",
+    "mask_dtypes",
     "mask_storage",
+    "mask_storage_numel",
     "packed_bits_numel",
     "packed_bits_offsets",
     "packed_row_bytes",
@@ -23,8 +27,6 @@ __all__ = [
     "tree_mode",
     "tree_row_numel",
 ]
-
-MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 class TreeMaskMode(IntEnum):
@@ -97,21 +99,38 @@ def tree_row_numel(mode: int, num_draft_tokens: int | SymInt) -> int | SymInt:
     return num_draft_tokens
 
 
+def mask_dtypes(mode: int) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that can hold a mode, all one byte wide: uint8, and bool unless packed."""
+    import torch
+
+    return (torch.uint8,) if tree_mode(mode) is _PACKED else (torch.bool, torch.uint8)
+
+
 def mask_dtype(mode: int, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a mask buffer: bool unless asked otherwise, always uint8 when packed.
 
     Raises:
         ValueError: when `dtype` cannot hold the mode.
     """
-    if tree_mode(mode) is _PACKED:
-        if dtype not in (None, torch.uint8):
-            raise ValueError(f"dtype must be torch.uint8 for QLEN_ONLY_BITPACKING, got {dtype}")
-        return torch.uint8
+    dtypes = mask_dtypes(mode)
     if dtype is None:
-        return torch.bool
-    if dtype not in MASK_DTYPES:
-        raise ValueError(f"dtype must be torch.bool or torch.uint8, got {dtype}")
+        return dtypes[0]
+    if dtype not in dtypes:
+        known = " or ".join(map(str, dtypes))
+        raise ValueError(f"dtype must be {known} for {tree_mode(mode).name}, got {dtype}")
     return dtype
+
+
+def mask_storage_numel(
+    mode: int,
+    bs: int | SymInt,
+    num_draft_tokens: int | SymInt,
+    max_context_len: int | SymInt,
+) -> int | SymInt:
+    """Count the elements of the 1-D buffer of a mask of that capacity, one byte each."""
+    if tree_mode(mode) is _PACKED:
+        return bs * num_draft_tokens * packed_row_bytes(num_draft_tokens)
+    return tree_mask_numel(mode, bs, num_draft_tokens, max_context_len)
 
 
 def mask_storage(
@@ -122,10 +141,8 @@ def mask_storage(
     dtype: torch.dtype | None = None,
 ) -> tuple[int | SymInt, torch.dtype]:
     """Return (numel, dtype) of the 1-D buffer of a mask of that capacity, in every mode."""
-    mode, dtype = tree_mode(mode), mask_dtype(mode, dtype)
-    if mode is _PACKED:
-        return bs * num_draft_tokens * packed_row_bytes(num_draft_tokens), dtype
-    return tree_mask_numel(mode, bs, num_draft_tokens, max_context_len), dtype
+    numel = mask_storage_numel(mode, bs, num_draft_tokens, max_context_len)
+    return numel, mask_dtype(mode, dtype)
 
 
 def live_mask_numel(
@@ -154,6 +171,8 @@ def request_offsets(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
     Returns:
         (B + 1,) int64: entry b is `sum over c < b of n * (L_c + n)`; the last is the live size.
     """
+    import torch
+
     offsets = seq_lens.new_zeros(seq_lens.shape[0] + 1)
     torch.cumsum((seq_lens + num_draft_tokens) * num_draft_tokens, 0, out=offsets[1:])
     return offsets
@@ -180,6 +199,8 @@ def packed_bits_offsets(seq_lens: Tensor, num_draft_tokens: int) -> Tensor:
     Returns:
         (B + 1,) int64 bytes: entry b is `sum over c < b of ceil(n * (L_c + n) / 8)`.
     """
+    import torch
+
     cells = (seq_lens + num_draft_tokens) * num_draft_tokens
     offsets = seq_lens.new_zeros(seq_lens.shape[0] + 1)
     torch.cumsum((cells + 7) // 8, 0, out=offsets[1:])

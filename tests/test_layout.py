@@ -85,7 +85,7 @@ def test_dtypes() -> None:
     assert mask_dtype(PACKED, None) is mask_dtype(FULL, torch.uint8) is torch.uint8
     with pytest.raises(ValueError, match=r"dtype must be torch.uint8 for QLEN_ONLY_BITPACKING"):
         mask_dtype(PACKED, torch.bool)
-    with pytest.raises(ValueError, match=r"dtype must be torch.bool or torch.uint8, got torch.i"):
+    with pytest.raises(ValueError, match=r"torch.bool or torch.uint8 for QLEN_ONLY, got torch.i"):
         mask_storage(QLEN, 1, 1, 1, torch.int32)
 
 

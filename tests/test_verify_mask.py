@@ -85,7 +85,7 @@ def test_dtype() -> None:
     assert _mask().buffer.dtype is torch.bool
     assert _mask(dtype=torch.uint8).buffer.dtype is torch.uint8
     assert _mask(mode=PACKED).buffer.dtype is torch.uint8
-    with pytest.raises(ValueError, match=r"dtype must be torch.bool or torch.uint8, got"):
+    with pytest.raises(ValueError, match=r"dtype must be torch.bool or torch.uint8 for"):
         _create(dtype=torch.float32)
 
 

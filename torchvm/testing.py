@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 from torchvm.errors import MaskContractError
 from torchvm.ops.contracts import MaskRead, mask_readers
 from torchvm.ops.layout import (
-    MASK_DTYPES,
     TreeMaskMode,
     live_mask_numel,
+    mask_dtypes,
     tree_mode,
     tree_row_numel,
 )
@@ -216,8 +216,7 @@ def _contract(call: _Call, mask_arg: str, mode: TreeMaskMode) -> tuple[MaskReade
     mask = call.arguments[mask_arg]
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{mask_arg} must be a tensor, got {mask!r}")
-    packed = mode is TreeMaskMode.QLEN_ONLY_BITPACKING
-    dtypes = MASK_DTYPES[1:] if packed else MASK_DTYPES
+    dtypes = mask_dtypes(mode)
     if mask.dim() != 1 or mask.dtype not in dtypes:
         raise ValueError(
             f"{mask_arg} must be 1-D and of {' or '.join(map(str, dtypes))} for {mode.name}, got "
