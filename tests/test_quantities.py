@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from torchvm.tools.quantities import format_bytes, format_count, parse_count
+from torchvm.tools.quantities import format_bytes, format_count, format_seconds, parse_count
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,15 @@ def test_format_bytes(number: float, text: str) -> None:
 def test_format_count() -> None:
     shown = [format_count(n) for n in (0, 256, 1024, 1 << 20, 3 << 20, 10**6 + 1, 1 << 40)]
     assert shown == ["0", "256", "1 Ki", "1 Mi", "3 Mi", "1,000,001", "1 Ti"]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0.00 ns"), (2.1e-10, "0.21 ns"), (8.5e-9, "8.50 ns"), (2.237e-4, "224 us"),
+        (9.996e-5, "100 us"), (9.9994e-4, "1.00 ms"), (0.02, "20.0 ms"), (1.5, "1.50 s"),
+        (4321.0, "4,321 s"),
+    ],
+)  # fmt: skip
+def test_format_seconds(number: float, text: str) -> None:
+    assert format_seconds(number) == text

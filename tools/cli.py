@@ -12,6 +12,7 @@ from torchvm.tools.dump import dump
 from torchvm.tools.env import env
 from torchvm.tools.generate import generate
 from torchvm.tools.messages import CommandError
+from torchvm.tools.plan import plan
 from torchvm.tools.tree import tree
 
 __all__ = ["app", "main"]
@@ -50,6 +51,10 @@ app.command(
 app.command(epilog="Example: torchvm env --json")(env)
 app.command(epilog='Example: torchvm tree --parents "-1,0,0,1,1,2" --mode all')(tree)
 app.command(epilog="Example: torchvm dump hf:LlamaConfig --max-bs 256 --max-context-len 1Mi")(dump)
+app.command(
+    epilog="Example: torchvm plan --max-bs 256 --num-draft-tokens 4 --max-context-len 1Mi "
+    "--ranks 8 --kv-cache 80Gi --bandwidth 4.8T"
+)(plan)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import typer
 
-__all__ = ["format_bytes", "format_count", "parse_count"]
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_count"]
 
 _UNITS = {"": 1} | {
     prefix + binary: base**power
@@ -53,3 +53,11 @@ def format_bytes(number: float) -> str:
             value = number / _UNITS[unit]
             return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}B"
     return f"{number:,.0f} B"
+
+
+def format_seconds(number: float) -> str:
+    """Write seconds to three digits, in ns, us, ms or s: `224 us`, `1.50 s`."""
+    units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+    unit = next((unit for unit, size in units.items() if number >= 0.9995 * size), "ns")
+    value = number / units[unit]
+    return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
