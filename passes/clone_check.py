@@ -6,6 +6,7 @@ back, after every graph pass. Inductor's own counters miss some, so this looks a
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,11 +14,12 @@ import torch
 
 from torchvm.ops.contracts import BUILDERS
 from torchvm.passes.graph import behind_views, called_op, op_call, source_line
+from torchvm.passes.report import ReasonText
 
 if TYPE_CHECKING:
     from torch.fx import Graph
 
-__all__ = ["MaskCopy", "verify_no_clone"]
+__all__ = ["COPY_CODES", "CopyCode", "MaskCopy", "verify_no_clone"]
 
 _aten = torch.ops.aten
 _COPIES = frozenset(
@@ -25,8 +27,24 @@ _COPIES = frozenset(
 )
 
 
+class CopyCode(StrEnum):
+    """What is wrong with a build's mask. Codes are stable: tools and tests may rely on them."""
+
+    COPIED = "COPIED"
+
+
+COPY_CODES: dict[CopyCode, ReasonText] = {
+    CopyCode.COPIED: ReasonText(
+        "a build writes into a copy of the whole mask, made in every step: something still needs "
+        "the mask as it was before, or it is a slice of a buffer that is written elsewhere",
+        "let every reader of a mask come before its next build, keep HoistMaskReaders among the "
+        "passes, and give the build a buffer of its own",
+    ),
+}
+
+
 class MaskCopy(msgspec.Struct, frozen=True):
-    """A whole-mask copy that a build writes into."""
+    """A whole-mask copy that a build writes into: `CopyCode.COPIED`."""
 
     build: str
     """Name of the build's node."""

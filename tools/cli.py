@@ -13,6 +13,7 @@ from torchvm.tools.env import env
 from torchvm.tools.generate import generate
 from torchvm.tools.messages import CommandError
 from torchvm.tools.plan import plan
+from torchvm.tools.reasons import reasons
 from torchvm.tools.tree import tree
 
 __all__ = ["app", "main"]
@@ -55,6 +56,7 @@ app.command(
     epilog="Example: torchvm plan --max-bs 256 --num-draft-tokens 4 --max-context-len 1Mi "
     "--ranks 8 --kv-cache 80Gi --bandwidth 4.8T"
 )(plan)
+app.command(epilog="Example: torchvm reasons NO_CONTRACT")(reasons)
 
 
 def main() -> None:
