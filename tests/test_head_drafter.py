@@ -61,7 +61,7 @@ def heads(model: SmallModel, said: torch.Tensor) -> dict[int, EagleHead]:
     """Trained ones, by their number of levels."""
     made = {levels: EagleHead(model, num_levels=levels) for levels in LEVELS}
     for head in made.values():
-        train(model, head, said)
+        train(model, head, said, num_steps=60)
     return made
 
 
@@ -98,8 +98,9 @@ def test_tokens_are_those_of_plain_decoding(
     for _ in range(2):
         found = decoder.decode(rows, max_new_tokens=CONTEXT)
         assert found.sequences == truth
-        assert found.accepted_per_step > 0.8
+        assert found.accepted_per_step > 0.6
     assert len(set(map(len, found.accepted))) > 2
+    assert decoder.decode(rows[1:4], max_new_tokens=CONTEXT).sequences == truth[1:4]
     decoder.drafter = decoder._observer = drafter_of(
         EagleHead(model, num_levels=levels), topk=topk
     )
