@@ -86,6 +86,13 @@ def test_rows_before_and_after(a_gib: TracedGraph) -> None:
     }  # fmt: skip
 
 
+def test_a_compiled_function_is_traced_as_it_is(a_gib: TracedGraph) -> None:
+    function, args, _ = load_target(f"{FILE}:a_gib")
+    (graph,) = trace_graphs(torch.compile(function, backend="torchvm"), args)
+    assert [row.op for row in graph.after] == [row.op for row in a_gib.after]
+    assert graph.reports == a_gib.reports
+
+
 def test_a_device_that_is_not_there_is_shown() -> None:
     loaded = load_target(f"{FILE}:a_gib")
     (graph,) = trace_graphs(*loaded, options=GraphOptions(device="cuda"))

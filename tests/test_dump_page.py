@@ -40,7 +40,7 @@ def test_dot(a_gib: TracedGraph) -> None:
     assert (
         dump_dot([graph])
         == r"""digraph torchvm {
-  node [shape=box, style="rounded,filled", fillcolor="#f4f4f4", fontname="monospace"];
+  node [shape=box, style="rounded,filled", fillcolor="#f4f4f4", fontname="Courier"];
   subgraph "cluster_0_before" {
     label="graph 0, before";
   }

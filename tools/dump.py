@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchvm.tools.files import write_file
-from torchvm.tools.messages import CommandError, progress
+from torchvm.tools.messages import CommandError, printable, progress
 from torchvm.tools.quantities import parse_count
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def dump_json(graphs: Sequence[TracedGraph]) -> str:
     """Write all graphs as one JSON list."""
     import msgspec
 
-    return msgspec.json.format(msgspec.json.encode(list(graphs))).decode()
+    # Names of files need not be text: what is none is written as an escape.
+    return json.dumps(msgspec.to_builtins(list(graphs)), indent=2)
 
 
 def _check(request: Request) -> None:
@@ -160,6 +162,6 @@ def _printed(
 
         return dump_dot(graphs)
     if html is not None:
-        return f"{html}: {summary(graphs)}"
+        return printable(f"{html}: {summary(graphs)}")
     width = shutil.get_terminal_size((120, 40)).columns if sys.stdout.isatty() else None
-    return dump_text(graphs, width)
+    return printable(dump_text(graphs, width))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchvm.tools.dump_text import mask_text, size_text
+from torchvm.tools.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ def dump_dot(graphs: Sequence[TracedGraph]) -> str:
     """Write all graphs as one digraph; bold nodes were changed by a pass."""
     lines = [
         "digraph torchvm {",
-        '  node [shape=box, style="rounded,filled", fillcolor="#f4f4f4", fontname="monospace"];',
+        '  node [shape=box, style="rounded,filled", fillcolor="#f4f4f4", fontname="Courier"];',
     ]
     for number, graph in enumerate(graphs):
         for side in ("before", "after"):
@@ -68,5 +69,5 @@ def _style(row: NodeRow, changed: bool) -> str:
 
 def _quoted(text: str) -> str:
     """A string of the language: its escapes are those of labels, so a backslash is doubled."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{"".join(c if c.isprintable() else " " for c in escaped)}"'
+    escaped = printable(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchvm.tools.dump_text import mask_text, size_text
+from torchvm.tools.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +36,7 @@ class _Lane(NamedTuple):
 
 def page_text(text: object) -> str:
     """Escape text for HTML and SVG; what cannot be printed is shown as Python writes it."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
-    return escape(shown)
+    return escape(printable(str(text)))
 
 
 def near_masks(rows: Sequence[NodeRow]) -> tuple[NodeRow, ...]:

@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torchvm.tools.messages import CommandError
+from torchvm.tools.messages import CommandError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,5 +64,4 @@ def _one_line(error: BaseException) -> str:
     text = lines[0] if lines else ""
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ..."
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return f"{kind}: {shown}" if shown else kind
+    return f"{kind}: {printable(text)}" if text else kind

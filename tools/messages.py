@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CommandError", "progress"]
+__all__ = ["CommandError", "printable", "progress"]
 
 
 class CommandError(Exception):
@@ -17,6 +17,11 @@ class CommandError(Exception):
 
     `main` in cli.py prints it on stderr and ends with exit status 2, as for wrong usage.
     """
+
+
+def printable(text: str) -> str:
+    """Show what cannot be printed as Python writes it; lines stay lines."""
+    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 @contextmanager

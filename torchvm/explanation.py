@@ -13,7 +13,7 @@ from torchvm.compilation import PASSES
 from torchvm.passes.base import MaskPipeline
 from torchvm.passes.graph import graph_modules
 from torchvm.passes.report import REASONS, MaskReport
-from torchvm.tracing import fake_mode, trace
+from torchvm.tracing import fake_mode, trace, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,12 +82,10 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     Returns:
         An object to print; `masks` has the reports, their meanings and remedies.
     """
-    function = getattr(function, "_torchdynamo_orig_callable", function)
-    function = getattr(function, "_orig_mod", function)
     mode = fake_mode()
     fake = partial(mode.from_tensor, static_shapes=True)
     fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (args, kwargs))
-    traced = trace(function, fake_args, fake_kwargs, mode=mode)
+    traced = trace(uncompiled(function), fake_args, fake_kwargs, mode=mode)
     pipeline = MaskPipeline([p() for p in PASSES], lambda _: None)
     masks = [
         MaskExplanation(number, report, *_text(report))

@@ -28,7 +28,7 @@ from torchvm.passes.graph import graph_modules, source_line
 from torchvm.passes.report import REASONS, MaskReport, Reason, ReasonText
 from torchvm.passes.requirements import smallest_mode
 from torchvm.passes.rewrite import declared_storage
-from torchvm.tracing import TracedModule, fake_mode, trace
+from torchvm.tracing import TracedModule, fake_mode, trace, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,7 +94,7 @@ def trace_graphs(
     """Trace a function as `torch.compile` would and run the passes on each of its graphs.
 
     Args:
-        function: what would be compiled.
+        function: what would be compiled, or a compiled function or module.
         args: example arguments; tensors are replaced by fakes of the same metadata.
         kwargs: example keyword arguments.
         every_node: as in `GraphOptions`, where no `options` are given.
@@ -106,7 +106,7 @@ def trace_graphs(
     Returns:
         One entry per graph that holds nodes; several where the function breaks the graph.
     """
-    mode = mode or fake_mode()
+    function, mode = uncompiled(function), mode or fake_mode()
     options = options or GraphOptions(every_node=every_node)
     fakes: list[torch.Tensor] = []
     fake = partial(_fake, mode, static_shapes=not dynamic, static=fakes)

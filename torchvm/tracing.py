@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule, Node
 
-__all__ = ["TracedModule", "fake_mode", "trace"]
+__all__ = ["TracedModule", "fake_mode", "trace", "uncompiled"]
 
 
 class TracedModule(NamedTuple):
@@ -28,6 +28,13 @@ class TracedModule(NamedTuple):
 def fake_mode() -> FakeTensorMode:
     """Make a mode in which tensors have metadata alone; real parameters may be used beside."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a compiled function or module compiles; anything else as it is."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    inner: Callable[..., Any] = getattr(function, "_orig_mod", function)
+    return inner
 
 
 def trace(
