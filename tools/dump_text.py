@@ -18,6 +18,7 @@ __all__ = ["dump_text", "mask_text", "readers_text", "report_text", "size_text",
 _HEAD = ("", "node", "op", "inputs", "output", "bytes", "mask", "readers", "source")
 _RIGHT = _HEAD.index("bytes")
 _MOST_READERS = 3
+_JOINED = "\N{NO-BREAK SPACE}"
 
 
 def dump_text(graphs: Sequence[TracedGraph], width: int | None = None) -> str:
@@ -113,7 +114,7 @@ def _notes(graph: TracedGraph, width: int | None) -> list[str]:
 def _folded(text: str, width: int | None, indent: str) -> list[str]:
     if width is None:
         return [indent + text]
-    return textwrap.wrap(
+    lines = textwrap.wrap(
         text,
         max(width, 40),
         initial_indent=indent,
@@ -121,6 +122,7 @@ def _folded(text: str, width: int | None, indent: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_JOINED, " ") for line in lines]
 
 
 def _table(rows: Sequence[NodeRow], changed: set[str], width: int | None) -> str:
@@ -160,7 +162,10 @@ def _first(names: Sequence[str]) -> str:
 
 def _paragraph(row: NodeRow, changed: set[str], width: int) -> list[str]:
     """A node in a few lines, for a terminal that is narrower than the table."""
-    mark, name, op, inputs, output, nbytes, mask, readers, source = _cells(row, changed)
+    mark, name, op, _, output, nbytes, mask, readers, source = _cells(row, changed)
+    # A short argument stays on one line.
+    parts = [part.replace(" ", _JOINED) if len(part) < width // 2 else part for part in row.inputs]
+    inputs = ", ".join(parts)
     about = [f"{nbytes} B" if nbytes else "", mask, f"read by {readers}" if readers else ""]
     results = "  ".join(part for part in (f"-> {output}" if output else "", *about) if part)
     details = [part for part in (inputs, results, source) if part]
