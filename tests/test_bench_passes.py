@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch._inductor.utils import fresh_cache
@@ -15,9 +11,7 @@ from torchvm.ops import contracts
 from torchvm.passes.liveness import find_masks
 from torchvm.tools.bench import passes as bench
 from torchvm.tools.bench.compile_share import measured
-
-if TYPE_CHECKING:
-    from torchvm import MaskReport
+from torchvm.tools.bench.measure import QUICK, measure
 
 
 @pytest.fixture(autouse=True)
@@ -34,31 +28,17 @@ def test_graphs_have_the_size_and_the_masks(nodes: int) -> None:
     assert len(find_masks(graph)) == bench.MASKS
 
 
-def test_rows_cover_every_size() -> None:
-    rows = bench.rows((1_000, 1_500), runs=1)
-    assert [row.nodes for row in rows] == [1_000, 1_500]
-    assert all(value > 0 for row in rows for value in row)
-
-
-def test_a_wrong_verdict_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[list[MaskReport]] = []
-    check = bench._check_verdicts
-    monkeypatch.setattr(bench, "_check_verdicts", lambda reports: found.append(reports))
-    bench.rows((1_000,), runs=1)
-    check(found[0])
-    with pytest.raises(AssertionError):
-        check(found[0][1:])
-
-
-def test_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "SIZES", (1_000,))
-    monkeypatch.setattr(sys, "argv", ["passes", "--runs", "1"])
-    bench.main()
-    assert "us a node in the largest graph" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["passes", "--runs", "1", "--json"])
-    bench.main()
-    (row,) = json.loads(capsys.readouterr().out)
-    assert set(row) == set(bench.Row._fields)
+def test_every_part_is_timed_and_verdicts_are_compared() -> None:
+    (case,) = bench.cases(bench.QUICK)
+    wanted = case.expected()
+    row = measure(case._replace(expected=lambda: wanted[1:] + wanted[:1]), QUICK)
+    assert row.differing == ("mask passes", "all passes")
+    assert set(row.times) == {
+        "walk", "find_masks", "KeepCopies", "HoistMaskReaders", "check_capture",
+    }  # fmt: skip
+    for contender in case.contenders:
+        if contender.results is not None:
+            assert contender.results() == wanted
 
 
 def test_the_share_of_a_compile_counts_every_part() -> None:

@@ -71,7 +71,7 @@ def check_plots(option: str, path: Path | None = None) -> None:
         ) from error
 
 
-def write_chart(path: Path, panels: Sequence[Panel], *, title: str) -> None:
+def write_chart(path: Path, panels: Sequence[Panel], *, title: str, footer: str = "") -> None:
     """Draw panels below each other, in the format that the path ends in.
 
     Raises:
@@ -90,6 +90,7 @@ def write_chart(path: Path, panels: Sequence[Panel], *, title: str) -> None:
         )
         FigureCanvasAgg(figure)
         figure.suptitle(title, fontsize=12, fontweight="bold")
+        figure.supxlabel(footer, fontsize=7, x=0.01, ha="left")
         grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
         for row, panel in enumerate(panels):
             _draw(figure.add_subplot(grid[row, 0]), panel)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from torchvm.ops.version import __version__
+from torchvm.tools.bench.command import bench
 from torchvm.tools.dump import dump
 from torchvm.tools.env import env
 from torchvm.tools.generate import generate
@@ -56,6 +57,7 @@ app.command(
     epilog="Example: torchvm plan --max-bs 256 --num-draft-tokens 4 --max-context-len 1Mi "
     "--ranks 8 --kv-cache 80Gi --bandwidth 4.8T"
 )(plan)
+app.command(epilog="Example: torchvm bench tree mask --peers --json")(bench)
 app.command(epilog="Example: torchvm reasons NO_CONTRACT")(reasons)
 
 

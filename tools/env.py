@@ -12,7 +12,7 @@ import typer
 from torchvm.ops.version import __version__
 from torchvm.tools.models import packaged_model
 
-__all__ = ["env"]
+__all__ = ["env", "facts"]
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "transformers")
 
@@ -21,17 +21,18 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show versions, threads, devices and whether the packaged model is there."""
-    facts = _facts()
+    found = facts()
     if as_json:
-        typer.echo(json.dumps(facts))
+        typer.echo(json.dumps(found))
         return
-    width = max(map(len, facts))
-    for name, value in facts.items():
+    width = max(map(len, found))
+    for name, value in found.items():
         shown = {None: "not installed", True: "yes", False: "no"}.get(value, value)
         typer.echo(f"{name.replace('_', ' '):<{width}}  {shown}")
 
 
-def _facts() -> dict[str, Any]:
+def facts() -> dict[str, Any]:
+    """Name versions, threads and devices; None is what is not installed."""
     import torch
 
     model = packaged_model()

@@ -1,1 +1,1 @@
-"""Benchmarks, each a module to run: `python -m torchvm.tools.bench.<name>`."""
+"""Benchmarks behind `torchvm bench`; gpu, ahead and compile_share can also be run as modules."""

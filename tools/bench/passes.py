@@ -1,20 +1,15 @@
-"""Time the graph passes on hand-built graphs of 1,000 to 100,000 nodes with 100 masks.
-
-    python -m torchvm.tools.bench.passes [--json]
+"""The graph passes on hand-built graphs of 1,000 to 100,000 nodes with 100 masks.
 
 Every fifth mask is unread, read by ops of the tree block, by one without a mode, in full, or
-built twice; the other nodes are additions in a chain, as a model's own. Times are medians of runs
-on a new graph each, on one thread; a walk over the nodes that does nothing is the floor.
+built twice; the other nodes are additions in a chain, as a model's own. Every run is on
+a new graph; a walk over the nodes that does nothing is the floor.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import operator
-import statistics
-import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
@@ -28,17 +23,27 @@ from torchvm.passes.hoist_mask_readers import HoistMaskReaders
 from torchvm.passes.keep_copies import KeepCopies
 from torchvm.passes.liveness import find_masks
 from torchvm.passes.report import Reason
+from torchvm.tools.bench.measure import Case, Contender, sample_us
 from torchvm.tracing import fake_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.fx import Graph, Node
 
-__all__ = ["Row", "main", "make_graph", "rows"]
+    from torchvm.passes.report import MaskReport
+
+__all__ = ["TITLE", "cases", "make_graph", "passes_case"]
+
+TITLE = "passes: what a compile adds, on graphs of a model's size"
+NOTES = (
+    "mask passes: all of them, liveness and reports included",
+    "all passes: what a compile adds: those, KeepCopies, HoistMaskReaders and verify_no_clone",
+)
 
 SIZES = (1_000, 10_000, 100_000)
+QUICK = (1_000,)
 MASKS = 100
 BS, N, CONTEXT = 256, 4, 1 << 20
 READERS_EACH = 2
@@ -58,21 +63,6 @@ _VERDICTS = (
     Reason.ELIDED,
 )
 """What each kind of mask must get."""
-
-
-class Row(NamedTuple):
-    """Median milliseconds for one graph size."""
-
-    nodes: int
-    walk: float
-    find_masks: float
-    mask_passes: float
-    """All mask passes, liveness and reports included."""
-    keep_copies: float
-    hoist: float
-    all_passes: float
-    """What a compile adds: mask passes, KeepCopies, HoistMaskReaders and verify_no_clone."""
-    check_capture: float
 
 
 class _Builder:
@@ -149,14 +139,11 @@ def make_graph(nodes: int, masks: int = MASKS) -> Graph:
     return builder.graph
 
 
-def rows(sizes: Sequence[int], *, runs: int = 5) -> list[Row]:
-    """Time every part for each size.
-
-    Raises:
-        AssertionError: when a mask gets another verdict than its kind must.
-    """
+def cases(sizes: Sequence[int] = SIZES) -> Iterator[Case]:
+    """Every part for each size of graph."""
     _register()
-    return [_row(nodes, runs) for nodes in sizes]
+    for nodes in sizes:
+        yield passes_case(nodes)
 
 
 def _register() -> None:
@@ -168,60 +155,55 @@ def _register() -> None:
         register_mask_reader(f"torchvm_bench::{name}", arg="mask", reads=reads, mode_arg=mode_arg)
 
 
-def _row(nodes: int, runs: int) -> Row:
-    pipeline = MaskPipeline([p() for p in PASSES], _check_verdicts)
+def passes_case(nodes: int) -> Case:
+    """Compare the verdicts of all masks with those of their kinds, and time each part."""
+    reports: list[MaskReport] = []
+    pipeline = MaskPipeline([p() for p in PASSES], reports.extend)
     keep, hoist = KeepCopies(), HoistMaskReaders()
 
     def all_passes(graph: Graph) -> None:
         for graph_pass in (pipeline, keep, hoist, verify_no_clone):
             graph_pass(graph)
 
-    measured: list[Callable[[Graph], object]] = [
-        lambda graph: [node.target for node in graph.nodes],
-        find_masks,
-        pipeline,
-        keep,
-        hoist,
-        all_passes,
-        check_capture,
-    ]
-    return Row(nodes, *(_median_ms(nodes, runs, part) for part in measured))
+    def verdicts(part: Callable[[Graph], object]) -> Callable[[], list[Reason]]:
+        def find() -> list[Reason]:
+            reports.clear()
+            part(make_graph(nodes))
+            return [report.verdict for report in reports]
+
+        return find
+
+    def changing(name: str, part: Callable[[Graph], object], *, reports: bool) -> Contender:
+        return Contender(
+            name,
+            lambda: part(make_graph(nodes)),
+            verdicts(part) if reports else None,
+            lambda calls: _sample_us(nodes, calls, part),
+        )
+
+    read = make_graph(nodes)
+    return Case(
+        f"graphs with {MASKS} masks",
+        f"{nodes:,} nodes",
+        (
+            Contender("walk", lambda: [node.target for node in read.nodes]),
+            Contender("find_masks", lambda: find_masks(read)),
+            changing("mask passes", pipeline, reports=True),
+            changing("KeepCopies", keep, reports=False),
+            changing("HoistMaskReaders", hoist, reports=False),
+            changing("all passes", all_passes, reports=True),
+            Contender("check_capture", lambda: check_capture(read)),
+        ),
+        lambda: [_VERDICTS[i % len(_VERDICTS)] for i in range(MASKS)],
+        "the verdicts that the masks must get",
+        unit="us a graph",
+    )
 
 
-def _median_ms(nodes: int, runs: int, part: Callable[[Graph], object]) -> float:
+def _sample_us(nodes: int, calls: int, part: Callable[[Graph], object]) -> list[float]:
+    """Times on a new graph each, the making of which is not counted."""
     times = []
-    for _ in range(runs):
+    for _ in range(calls):
         graph = make_graph(nodes)
-        begin = time.perf_counter()
-        part(graph)
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
-
-
-def _check_verdicts(reports: Sequence[Any]) -> None:
-    expected = [_VERDICTS[i % len(_VERDICTS)] for i in range(len(reports))]
-    assert [report.verdict for report in reports] == expected
-    assert len(reports) == MASKS
-
-
-def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each, of which the median")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    measured = rows(SIZES, runs=options.runs)
-    if options.json:
-        print(json.dumps([row._asdict() for row in measured]))
-        return
-    print(f"{MASKS} masks, torch {torch.__version__}, one thread, milliseconds")
-    print("  ".join(f"{name:>13}" for name in Row._fields))
-    for row in measured:
-        print(f"{row.nodes:>13,}  " + "  ".join(f"{value:>13.2f}" for value in row[1:]))
-    last = measured[-1]
-    print(f"all passes: {last.all_passes / last.nodes * 1e3:.2f} us a node in the largest graph")
-
-
-if __name__ == "__main__":
-    main()
+        times += sample_us(partial(part, graph), 1)
+    return times
