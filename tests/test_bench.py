@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from torchvm.tools import cli
 from torchvm.tools.bars import write_chart
-from torchvm.tools.bench import attention, mask, report
+from torchvm.tools.bench import attention, gpu, mask, report
 from torchvm.tools.bench.machine import machine_facts
 from torchvm.tools.bench.measure import (
     QUICK,
@@ -26,7 +26,7 @@ from torchvm.tools.bench.measure import (
     pinned,
 )
 from torchvm.tools.bench.report import Measured
-from torchvm.tools.bench.session import Settings, run
+from torchvm.tools.bench.session import Settings, gpu_rows, run
 from torchvm.tools.messages import CommandError
 
 if TYPE_CHECKING:
@@ -234,6 +234,22 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = invoke("mask", "--quick", "--plot", str(tmp_path / "charts"))
     assert str(done.exception).endswith("pip install 'torchvm[plot]'")
     assert not (tmp_path / "charts").exists()
+
+
+def test_rows_of_a_gpu() -> None:
+    """Grouped by op, though they come size by size."""
+    sizes = gpu.Sizes(batches=(1, 3), trees=((4, 2, 2),), context=40, large=(2, 4, 5000))
+    found = gpu.rows(sizes, lambda call: (call() is None, 20.0, 2.0)[1:], torch.device("cpu"))
+    rows = tuple(gpu_rows(found))
+    text = report.group_text(Measured("gpu", "gpu: ops", (), rows))
+    lines = text.splitlines()
+    heads = [line for line in lines if line.startswith("verify_tree_greedy: ")]
+    assert heads == ["verify_tree_greedy: microseconds a call (x: in multiples of replayed)"]
+    at = lines.index(heads[0])
+    assert [line.split() for line in lines[at + 1 : at + 4]] == [
+        ["replayed", "eager"], ["1", "x", "4", "2.00", "20.0", "10.0", "x"],
+        ["3", "x", "4", "2.00", "20.0", "10.0", "x"],
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

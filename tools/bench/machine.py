@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def machine_facts(core: int | None) -> dict[str, Any]:
         core: the one that the process is kept on, if any.
     """
     return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchvm.tools.bars import Bar, Panel
@@ -44,10 +43,17 @@ def machine_text(facts: dict[str, Any]) -> str:
 def group_text(group: Measured) -> str:
     """Tables of medians, half the distance of the quartiles, and ratios to the first contender."""
     parts = [group.title]
-    for what, rows in groupby(group.rows, key=lambda row: row.what):
-        parts.append("\n" + _table(what, list(rows)))
+    for what, rows in _by_work(group).items():
+        parts.append("\n" + _table(what, rows))
     parts += ["", *(f"  {note}" for note in group.notes)]
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip()
+
+
+def _by_work(group: Measured) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in group.rows:
+        found.setdefault(row.what, []).append(row)
+    return found
 
 
 def _table(what: str, rows: Sequence[Row]) -> str:
@@ -146,7 +152,7 @@ def as_dict(group: Measured) -> dict[str, Any]:
 def panels(group: Measured) -> list[Panel]:
     """Bars of every size, on one axis for each kind of work."""
     found = []
-    for what, rows in groupby(group.rows, key=lambda row: row.what):
+    for what, rows in _by_work(group).items():
         kept = [row for row in rows if row.times]
         groups = tuple((row.size, tuple(_bars(row))) for row in kept)
         if groups:

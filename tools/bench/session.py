@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from torchvm.tools.bench.measure import Case, Effort
 
-__all__ = ["Settings", "groups_here", "run"]
+__all__ = ["Settings", "gpu_rows", "groups_here", "run"]
 
+_QUICK_GPU = gpu.Sizes(batches=(2,), trees=((4, 2, 2),), context=40, large=(2, 4, 5000))
 _MODULES = ("tree", "mask", "passes", "attention", "generate", "peers")
 
 
@@ -86,7 +87,12 @@ def run(settings: Settings, cases: Mapping[str, Iterable[Case]] | None = None) -
 
 def _measured(name: str, settings: Settings, cases: Iterable[Case] | None) -> Measured:
     if name == "gpu":
-        return Measured(name, _GPU_TITLE, (), tuple(_gpu_rows()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        sizes = _QUICK_GPU if settings.quick else gpu.Sizes()
+        title = f"gpu: the ops on one {torch.cuda.get_device_name(device)}"
+        found = gpu_rows(gpu.rows(sizes, gpu.cuda_clock, device))
+        note = "replayed: from a CUDA graph, as engines do; medians of a clock of its own"
+        return Measured(name, title, (note,), tuple(found))
     module: Any = (
         generation if name == "generate" else import_module(f"torchvm.tools.bench.{name}")
     )
@@ -106,16 +112,12 @@ def _measure_cases(name: str, cases: Iterable[Case], effort: Effort) -> Iterator
         yield row
 
 
-_GPU_TITLE = "gpu: the ops on a GPU, called eagerly and replayed from a CUDA graph"
-
-
-def _gpu_rows() -> Iterator[Row]:
-    """The rows of the GPU benchmark, which has clocks of its own."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    for row in gpu.rows(gpu.Sizes(), gpu.cuda_clock, device):
+def gpu_rows(found: Iterable[gpu.Row]) -> Iterator[Row]:
+    """The rows of the GPU benchmark, whose clock tells medians alone."""
+    for row in found:
         times = {
             name: Spread(value, None, None, 1)
             for name, value in (("replayed", row.replay_us), ("eager", row.eager_us))
         }
-        facts = {"bytes written": float(row.written), "GB/s replayed": row.gb_per_s}
+        facts = {"MB written": row.written / 1e6, "GB/s replayed": row.gb_per_s}
         yield Row(row.op, row.size, "us a call", "replayed", "", times, (), facts)

@@ -24,7 +24,9 @@ __all__ = ["TITLE", "Batch", "Sizes", "build_floor", "cases", "make_batch"]
 
 TITLE = "tree: draft trees built, selected and verified; sizes are requests x n"
 NOTES = (
-    "C loop: cc -O3 -march=native, timed inside C, inputs joined and outputs allocated before",
+    "C loop: cc -O3 -march=native, timed inside C, inputs joined and outputs allocated before"
+    if has_compiler()
+    else "the C loops are left out: there is no C compiler (cc)",
     "Python loop: one request after another; its results are the reference",
 )
 MODES = (TreeMaskMode.QLEN_ONLY, TreeMaskMode.FULL_MASK)
