@@ -220,6 +220,10 @@ def test_one_thread_on_one_core() -> None:
         assert core is None or os.sched_getaffinity(0) == {core}
 
 
+def test_help_says_what_a_group_is_line_by_line() -> None:
+    assert "\n  tree       build, select and verify beside C" in invoke("--help").stdout
+
+
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = invoke("nonsense")
     assert (done.exit_code, done.stdout) == (2, "")
@@ -228,7 +232,8 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         done = invoke("mask", "--quick", "--plot", str(folder))
         assert isinstance(done.exception, CommandError)
         assert str(done.exception).startswith(f"cannot make the folder {folder}: ")
-    done = invoke("generate", "--quick", "--model", "no/such")
+    done = invoke("mask", "generate", "--quick", "--model", "no/such")
+    assert done.stdout == ""
     assert str(done.exception).startswith("--model must be 'packaged', 'small' or a folder")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = invoke("mask", "--quick", "--plot", str(tmp_path / "charts"))

@@ -38,6 +38,12 @@ def test_table_of_a_large_deployment() -> None:
     )
 
 
+def test_help_says_what_a_column_is_line_by_line() -> None:
+    assert "\n    bytes      of one rank's buffer, a byte a cell unless bits\n" in (
+        invoke("--help").stdout
+    )
+
+
 def test_columns_are_those_that_were_asked_for() -> None:
     assert invoke("--max-bs=1", "--num-draft-tokens=33", "--max-context-len=1").stdout == (
         "1 request x 33 draft tokens x 1 context\n"

@@ -22,6 +22,7 @@ __all__ = [
     "SMALL",
     "Tokenizer",
     "load_model",
+    "locate_model",
     "model_config",
     "packaged_model",
     "small_model",
@@ -114,7 +115,7 @@ def load_model(name: str) -> tuple[PreTrainedModel, Tokenizer]:
     Raises:
         CommandError: when there is no such model, or it cannot be loaded.
     """
-    folder, options = _locate(name)
+    folder, options = locate_model(name)
     try:
         import torch
         import transformers
@@ -188,8 +189,12 @@ def model_config(name: str) -> Any:
     return config
 
 
-def _locate(name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a model, and how to load it from there."""
+def locate_model(name: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a model, and how to load it from there.
+
+    Raises:
+        CommandError: when there is no such model.
+    """
     if name == PACKAGED:
         packaged = packaged_model()
         if packaged is None:

@@ -90,7 +90,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    r"""Show the bytes of a verify mask in every layout, before any is allocated.
+    """Show the bytes of a verify mask in every layout, before any is allocated.
 
     COUNT and BYTES take units: K, M, G, T are powers of ten, Ki, Mi, Gi, Ti of two.
 
@@ -108,7 +108,7 @@ def plan(
     \b
     Formulas: torchvm/ops/layout.py, mask_storage_numel and packed_bits_numel;
     the ops and the owner of the buffer size it by the same functions.
-    """
+    """  # noqa: D301 - \b keeps the lines of a paragraph of the help.
     if plot is not None:
         check_plots("--plot", plot)
     found = layouts(max_bs, num_draft_tokens, max_context_len)

@@ -29,7 +29,7 @@ class Group(StrEnum):
 def bench(
     groups: Annotated[
         list[Group] | None,
-        typer.Argument(metavar="[GROUP]...", help="What to measure; all that can run here."),
+        typer.Argument(metavar="GROUP", help="What to measure; all that can run here."),
     ] = None,
     peers: Annotated[
         bool,
@@ -51,7 +51,7 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    r"""Measure on one pinned thread, beside floors and peers whose results are the same.
+    """Measure on one pinned thread, beside floors and peers whose results are the same.
 
     \b
     tree       build, select and verify beside C loops and Python loops
@@ -64,7 +64,7 @@ def bench(
     Contenders take turns. A median has half the distance of its quartiles behind it, in percent,
     and then its ratio to the first contender. What has other results than the reference gets no
     time and no ratio, and the exit status is 1.
-    """
+    """  # noqa: D301 - \b keeps the lines of a paragraph of the help.
     if plot is not None:
         check_plots("--plot")
         _make_folder(plot)

@@ -15,6 +15,7 @@ from torchvm.tools.bench.machine import machine_facts
 from torchvm.tools.bench.measure import QUICK, THOROUGH, Row, Spread, measure, pinned
 from torchvm.tools.bench.report import Measured
 from torchvm.tools.messages import CommandError, progress
+from torchvm.tools.models import SMALL, locate_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -56,6 +57,8 @@ def run(settings: Settings, cases: Mapping[str, Iterable[Case]] | None = None) -
     """
     if "gpu" in settings.groups and not torch.cuda.is_available():
         raise CommandError("gpu needs a GPU that this PyTorch build can use, and there is none")
+    if "generate" in settings.groups and settings.model != SMALL:
+        locate_model(settings.model)  # Before anything else is measured.
     wrong: list[str] = []
     found: dict[str, Any] = {}
     absent = peers.missing() if "peers" in settings.groups else []
