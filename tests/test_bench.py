@@ -118,6 +118,7 @@ def test_chart_has_every_number(tmp_path: Path) -> None:
     svg = path.read_text()
     for text in ("a &amp; &lt;title&gt;", "256 x 4", "4,660  (327 x)", "A $CPU$", "loop"):
         assert f">{text}<" in svg
+    assert ">a build (x: in multiples of op)<" in svg
     assert svg.count(">14.2<") == 3
 
 

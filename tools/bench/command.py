@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import Annotated
@@ -84,3 +85,5 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise CommandError(f"cannot make the folder {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CommandError(f"cannot write into the folder {folder}")

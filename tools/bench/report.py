@@ -157,7 +157,8 @@ def panels(group: Measured) -> list[Panel]:
         groups = tuple((row.size, tuple(_bars(row))) for row in kept)
         if groups:
             unit = kept[0].unit.replace("us ", "microseconds ")
-            found.append(Panel(what, unit, lambda value: f"{value:,g}", groups))
+            title = f"{what} (x: in multiples of {kept[0].base})"
+            found.append(Panel(title, unit, lambda value: f"{value:,.10g}", groups))
     return found
 
 
