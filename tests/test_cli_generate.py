@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from torchvm.backends.registry import BACKENDS
 from torchvm.tools import cli
 from torchvm.tools.cli import app
-from torchvm.tools.messages import CommandError
-from torchvm.tools.text_stream import printable
+from torchvm.tools.messages import CommandError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

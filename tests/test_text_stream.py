@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchvm.tools.text_stream import TextStream, cut, printable
+from torchvm.tools.text_stream import TextStream, cut
 
 
 def decode(ids: list[int]) -> str:
@@ -47,8 +47,3 @@ def test_text_comes_before_it_ends() -> None:
     assert pieces("abcdef", ("xyz",), 2) == ["ab", "cd", "ef"]
     # A character is written once all of its bytes are there.
     assert pieces("aé", (), 1) == ["a", "é"]
-
-
-def test_control_characters_are_written_out() -> None:
-    assert printable("a\tb\nc [bold] é") == "a\tb\nc [bold] é"
-    assert printable("\x1b[31m\r\x00\x9b\x7f") == r"\x1b[31m\r\x00\x9b\x7f"

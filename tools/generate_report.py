@@ -9,7 +9,8 @@ import msgspec
 
 from torchvm.engine.check import NEAR_TIE
 from torchvm.ops.layout import TreeMaskMode, mask_storage
-from torchvm.tools.text_stream import cut, printable
+from torchvm.tools.messages import printable
+from torchvm.tools.text_stream import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable

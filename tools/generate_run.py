@@ -22,8 +22,8 @@ from torchvm.engine.transformers_target import as_target
 from torchvm.ops.layout import TreeMaskMode
 from torchvm.sampling import SamplingParams
 from torchvm.tools.generate_report import Outcome
-from torchvm.tools.messages import progress
-from torchvm.tools.text_stream import TextStream, cut, printable
+from torchvm.tools.messages import printable, progress
+from torchvm.tools.text_stream import TextStream, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["CommandError", "printable", "progress"]
+
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class CommandError(Exception):
@@ -20,8 +23,11 @@ class CommandError(Exception):
 
 
 def printable(text: str) -> str:
-    """Show what cannot be printed as Python writes it; lines stay lines."""
-    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+    """Write out what a terminal would obey: controls, and marks that turn the writing direction.
+
+    Line feeds and tabs stay. Halves of surrogate pairs, which no file takes, are written out too.
+    """
+    return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 @contextmanager

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["TextStream", "cut", "printable"]
-
-# All but tabs and line feeds.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+__all__ = ["TextStream", "cut"]
 
 # What a decoder shows for bytes of a character whose rest is yet to come.
 _INCOMPLETE = "\ufffd"
@@ -21,11 +17,6 @@ def cut(text: str, stop: Sequence[str]) -> str:
     """Return the text up to where the first of the stop strings begins."""
     found = [at for at in map(text.find, stop) if at >= 0]
     return text[: min(found)] if found else text
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters written out, which a terminal would obey."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class TextStream:
