@@ -80,8 +80,8 @@ REASONS: dict[Reason, ReasonText] = {
         "register_mask_reader says what an op reads",
     ),
     Reason.VIEWED: ReasonText(
-        "a view or a copy of the mask is used, so all of it counts as read",
-        "give readers the mask itself",
+        "an aten op takes the mask (a view, a copy, a sum, ...), so all of it counts as read",
+        "give the mask itself to readers that have a contract, and to nothing else",
     ),
     Reason.RETURNED: ReasonText(
         "the mask leaves the graph, as a result or over a graph break",

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,10 +112,13 @@ def _program_graphs(request: Request) -> list[TracedGraph]:
 
     from torchvm.inspection import GraphOptions, inspect_program
 
-    with told(f"{path} is not a saved torch.export program", debug=request.debug):
-        program = torch.export.load(path)
-    with told(f"{path} cannot be decomposed", debug=request.debug):
-        return inspect_program(program, GraphOptions(every_node=request.every_node))
+    with warnings.catch_warnings():
+        # Torch warns of its own use of its own classes.
+        warnings.simplefilter("ignore", FutureWarning)
+        with told(f"{path} is not a saved torch.export program", debug=request.debug):
+            program = torch.export.load(path)
+        with told(f"{path} cannot be decomposed", debug=request.debug):
+            return inspect_program(program, GraphOptions(every_node=request.every_node))
 
 
 @contextmanager
