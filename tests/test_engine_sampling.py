@@ -93,6 +93,22 @@ def test_a_seed_gives_the_same_tokens_again() -> None:
     assert len(set(map(tuple, first.sequences))) > 1
 
 
+def test_samples_of_a_request_are_its_own() -> None:
+    """Whoever decodes beside it, and whenever they end."""
+    model, sampling = small(), SamplingParams(seed=3)
+    prompts = [PROMPT, [5], [2] * (CONTEXT - 4)]
+    decoder = decoder_of(model, 3, sampling=sampling, backend="cpu", buckets=(1, 3))
+    together = decoder.decode(prompts, max_new_tokens=9).sequences
+    assert list(map(len, together)) == [9, 9, 4]
+    ended = decoder.decode(prompts, max_new_tokens=9, stop_when=lambda b, _: b == 1).sequences
+    assert ended == [together[0], together[1][:1], together[2]]
+    assert decoder.decode(prompts[:2], max_new_tokens=9).sequences == together[:2]
+    alone = decoder_of(model, 1, sampling=sampling)
+    assert alone.decode(prompts[:1], max_new_tokens=9).sequences == together[:1]
+    same = decoder.decode([PROMPT] * 3, max_new_tokens=9).sequences
+    assert len(set(map(tuple, same))) == 3
+
+
 def test_a_cold_temperature_is_greedy() -> None:
     model = small()
     greedy = decoder_of(model, 2).decode([PROMPT, [5]], max_new_tokens=8)

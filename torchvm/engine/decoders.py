@@ -233,7 +233,8 @@ class SpeculativeDecoder(Decoder):
         buckets: batch sizes that the step is compiled, or captured, for; the requests that still
             decode run on the smallest that holds them, and eagerly, on a mask of their own, where
             none does. By default `batch_size` alone.
-        sampling: how tokens are sampled, the same in every run; None decodes greedily.
+        sampling: how tokens are sampled; None decodes greedily. In every run a request's samples
+            follow from the seed and its place in the batch, and from no other request.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.

@@ -126,7 +126,7 @@ class VerifyRunner:
         self._captured: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
         self._addresses = self.buffers.addresses()
         self._cache: TargetCache | None = None
-        self._generator = torch.Generator()
+        self._generators = [torch.Generator() for _ in range(max_bs)]
         self.seed()
 
     def bind(self, cache: TargetCache) -> None:
@@ -197,7 +197,7 @@ class VerifyRunner:
             parents=torch.tensor(parents, dtype=torch.int64).reshape(bs, n),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
             slots=torch.tensor(slots, dtype=torch.int64),
-            **self._flip_coins(bs),
+            **self._flip_coins(slots),
         )
         if buffers is self.buffers:
             assert buffers.addresses() == self._addresses, "a captured buffer has moved"
@@ -215,17 +215,22 @@ class VerifyRunner:
         return found
 
     def seed(self) -> None:
-        """Begin the coins of a run anew."""
+        """Begin the coins of a run anew: each slot has its own, whoever is in the others."""
         sampling = self.verifier.shape.sampling
         if sampling is not None:
-            self._generator.manual_seed(sampling.seed)
+            of_all = torch.Generator().manual_seed(sampling.seed)
+            seeds = torch.randint(1 << 62, (self.max_bs,), generator=of_all).tolist()
+            for generator, seed in zip(self._generators, seeds, strict=True):
+                generator.manual_seed(seed)
 
-    def _flip_coins(self, bs: int) -> dict[str, Tensor]:
+    def _flip_coins(self, slots: Sequence[int]) -> dict[str, Tensor]:
         """Uniform numbers, one for each node and one for each request's last token."""
         shape = self.verifier.shape
         if shape.sampling is None:
             return {}
-        coins = torch.rand(bs, shape.num_draft_tokens + 1, generator=self._generator)
+        coins = torch.empty(len(slots), shape.num_draft_tokens + 1)
+        for row, slot in zip(coins, slots, strict=True):
+            row.uniform_(generator=self._generators[slot])
         return dict(zip(_COINS, (coins[:, 1:], coins[:, 0]), strict=True))
 
     def _replay(self, bucket: int) -> tuple[Tensor, ...]:

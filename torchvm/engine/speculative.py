@@ -45,8 +45,9 @@ def generate(
     """Decode prompts, verifying a tree of drafts per request and step.
 
     Each request gets the tokens that it would get alone; those that are sampled have the target's
-    distribution. The step is one graph, compiled at the
-    first call with a model and these sizes: the batch size, n, `topk == 1` and the context.
+    distribution, and follow from the seed and the request's place in the batch. The step is one
+    graph, compiled at the first call with a model and these sizes: the batch size, n, `topk == 1`
+    and the context.
 
     Args:
         model: a Llama-like causal LM of transformers on the CPU, in eval mode, or any
