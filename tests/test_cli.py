@@ -254,7 +254,7 @@ def test_a_chat_needs_a_template(folder: str) -> None:
 def test_a_prompt_that_fills_the_context_is_a_mistake(folder: str) -> None:
     done = invoke("generate", "w1 " * 64, "--model", folder, "--inner", "aot_eager")
     assert isinstance(done.exception, CommandError)
-    assert "prompt 0 must have 1 to 63 tokens" in str(done.exception)
+    assert "prompt 1 must have 1 to 63 tokens" in str(done.exception)
 
 
 def test_a_broken_model_is_one_line(tmp_path: Path) -> None:

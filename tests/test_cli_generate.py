@@ -137,6 +137,10 @@ def test_prompts_of_a_file_decode_together_as_they_do_alone(tmp_path: Path) -> N
     shown = run(*options)
     assert "--- 2 of 3 ---\n" in shown
     assert "tokens          24 in 3 prompts, 36 generated, 2 requests at a time\n" in shown
+    file = file.rename(tmp_path / "prompts.JSONL")
+    limits = ("--max-context-len", "11", "--batch-size", "1")
+    done = CliRunner().invoke(app, ["generate", "--prompts-file", str(file), *SMALL, *limits])
+    assert "prompt 2 must have 1 to 10 tokens" in str(done.exception)
     file = tmp_path / "prompts.txt"
     file.write_text("abcabcab\r\n\r\nhello\n", newline="")
     (first, second) = json.loads(run("--prompts-file", str(file), "--json"))["requests"]

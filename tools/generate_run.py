@@ -15,6 +15,7 @@ from torchvm.engine import (
     PromptLookupDrafter,
     SpeculativeDecoder,
 )
+from torchvm.engine.batch import check_prompts
 from torchvm.engine.check import compare_with_plain
 from torchvm.engine.decoders import Generation
 from torchvm.engine.speculative import context_for
@@ -92,6 +93,7 @@ def run(
     context = settings.max_context_len or context_for(
         target.max_position_embeddings, prompts, settings.max_new_tokens
     )
+    check_prompts(prompts, context, start=1)
     speculative = SpeculativeDecoder(
         target,
         _drafter(model, settings, context),

@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[str]:
     # Not splitlines: a form feed or U+2028 is part of a prompt.
     lines = text.replace("\r\n", "\n").split("\n")
     numbered = [(i, line) for i, line in enumerate(lines, start=1) if line.strip()]
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         prompts = [_of_json(path, i, line) for i, line in numbered]
     else:
         prompts = [line for _, line in numbered]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Batch", "prompts_of"]
+__all__ = ["Batch", "check_prompts", "prompts_of"]
 
 
 class Batch:
@@ -42,12 +42,7 @@ class Batch:
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-        for b, prompt in enumerate(prompts):
-            if not 1 <= len(prompt) < max_context_len:
-                raise ValueError(
-                    f"prompt {b} must have 1 to {max_context_len - 1} tokens, so that one more "
-                    f"fits the context of {max_context_len}, got {len(prompt)}"
-                )
+        check_prompts(prompts, max_context_len)
         self.sequences = [*(list(prompt) for prompt in prompts), *([0] for _ in range(idle))]
         self.active = [True] * len(prompts) + [False] * idle
         self._starts = [len(prompt) for prompt in prompts]
@@ -82,6 +77,18 @@ class Batch:
         return [
             sequence[start:] for sequence, start in zip(self.sequences, self._starts, strict=False)
         ]
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_context_len: int, *, start: int = 0
+) -> None:
+    """Require prompts that leave room for a token; the message counts them from `start`."""
+    for b, prompt in enumerate(prompts, start):
+        if not 1 <= len(prompt) < max_context_len:
+            raise ValueError(
+                f"prompt {b} must have 1 to {max_context_len - 1} tokens, so that one more "
+                f"fits the context of {max_context_len}, got {len(prompt)}"
+            )
 
 
 def prompts_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
