@@ -221,15 +221,23 @@ def test_a_stream_shows_the_text_once() -> None:
     assert stopped.startswith(f"{printable(text[:3])}\n\ntokens ")
 
 
-def test_samples_follow_the_seed() -> None:
+def test_samples_follow_the_seed(tmp_path: Path) -> None:
     texts = []
-    for seed in ("1", "1", "2"):
+    for seed in ("2", "1", "1"):
         options = ("--temperature", "2", "--top-k", "50", "--seed", seed)
         found = json.loads(generated("--json", *options))
         assert found["sampling"]["temperature"] == 2
         assert found["equals_plain"] is None
         texts.append(found["tokens"])
-    assert texts[0] == texts[1] != texts[2]
+    assert texts[0] != texts[1] == texts[2]
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\n" * 3)
+    for size in ("1", "2"):
+        together = ("--prompts-file", str(file), "--batch-size", size)
+        requests = json.loads(run(*together, *options, "--json"))["requests"]
+        sampled = [request["tokens"] for request in requests]
+        assert sampled[0] == texts[2]
+        assert len(set(map(tuple, sampled))) == 3
     shown = generated("--temperature", "0.5", "--top-p", "0.9", "--seed", "7")
     assert "temperature 0.5, top-p 0.9, top-k 0, seed 7\n" in shown
 

@@ -183,10 +183,12 @@ def _speculate(
         on_step = _feed(stream) if settings.stream else _counter(show)
         found: list[Generation] = []
         for batch in _batches(prompts, settings):
+            done = sum(len(run.sequences) for run in found)
             if settings.recorder is not None:
-                done = sum(len(run.sequences) for run in found)
                 decoder.runner.on_verified = settings.recorder.batch(done)
-            found.append(decoder.decode(batch, on_step=on_step, **texts.limits))
+            found.append(
+                decoder.decode(batch, on_step=on_step, first_request=done, **texts.limits)
+            )
     if settings.stream:
         stream.finish()
         _write("\n")

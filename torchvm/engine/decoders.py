@@ -122,6 +122,7 @@ class Decoder(ABC):
         eos_token_ids: Collection[int] = (),
         on_step: Callable[[list[list[int]]], None] | None = None,
         stop_when: Callable[[int, Sequence[int]], bool] | None = None,
+        first_request: int = 0,
     ) -> Generation:
         """Decode a batch.
 
@@ -132,6 +133,8 @@ class Decoder(ABC):
             on_step: is given the new tokens of each request after every step.
             stop_when: is given a request's number and its new tokens, after each of them; True
                 ends the request, which keeps the token.
+            first_request: number of the first prompt, where this is a batch of many: requests of
+                the same number and seed sample alike.
 
         Raises:
             ValueError: for no prompts or too many, or one that leaves no room for a token.
@@ -149,7 +152,7 @@ class Decoder(ABC):
         )
         accepted: list[list[int]] = [[] for _ in prompts]
         steps = 0
-        self._begin()
+        self._begin(first_request)
         with torch.inference_mode(), self.target.attending():
             started = time.perf_counter()
             cache = self._fresh_cache()
@@ -169,7 +172,7 @@ class Decoder(ABC):
         )
 
     @abstractmethod
-    def _begin(self) -> None:
+    def _begin(self, first_request: int) -> None:
         """Prepare for a run."""
 
     @abstractmethod
@@ -194,7 +197,7 @@ class PlainDecoder(Decoder):
     last_logits: Tensor
     """(B, vocabulary) of the last step."""
 
-    def _begin(self) -> None:
+    def _begin(self, first_request: int) -> None:
         """Do nothing: every run is greedy."""
 
     def _advance(self, cache: TargetCache, batch: Batch) -> list[list[int]]:
@@ -234,7 +237,7 @@ class SpeculativeDecoder(Decoder):
             decode run on the smallest that holds them, and eagerly, on a mask of their own, where
             none does. By default `batch_size` alone.
         sampling: how tokens are sampled; None decodes greedily. In every run a request's samples
-            follow from the seed and its place in the batch, and from no other request.
+            follow from the seed and its number, and from no other request.
 
     Raises:
         MaskContractError: when the back end declares a mask unread that its kernels read.
@@ -287,9 +290,9 @@ class SpeculativeDecoder(Decoder):
             self.target, self.verifier, self._compiled, max_bs=batch_size, buckets=buckets
         )
 
-    def _begin(self) -> None:
+    def _begin(self, first_request: int) -> None:
         """Sample every run from the same seed."""
-        self.runner.seed()
+        self.runner.seed(first_request)
 
     def warm_up(self) -> float:
         """Compile, and on CUDA capture, every bucket; return the seconds that took."""

@@ -214,12 +214,17 @@ class VerifyRunner:
             self.on_verified(VerifiedStep(tokens, parents, seq_lens, slots, found))
         return found
 
-    def seed(self) -> None:
-        """Begin the coins of a run anew: each slot has its own, whoever is in the others."""
+    def seed(self, first_request: int = 0) -> None:
+        """Begin the coins of a run anew: each slot has its own, whoever is in the others.
+
+        Args:
+            first_request: number of the request in slot 0, in all runs of this seed.
+        """
         sampling = self.verifier.shape.sampling
         if sampling is not None:
             of_all = torch.Generator().manual_seed(sampling.seed)
-            seeds = torch.randint(1 << 62, (self.max_bs,), generator=of_all).tolist()
+            count = first_request + self.max_bs
+            seeds = torch.randint(1 << 62, (count,), generator=of_all)[first_request:].tolist()
             for generator, seed in zip(self._generators, seeds, strict=True):
                 generator.manual_seed(seed)
 
