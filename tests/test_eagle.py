@@ -88,6 +88,13 @@ def test_what_does_not_fit_is_refused() -> None:
         EagleHead(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model must be in eval mode"):
         EagleHead(tiny_llama().train())
+    with pytest.raises(TypeError, match="model must be a HiddenTarget, got Linear"):
+        states_of(nn.Linear(2, 2), torch.zeros(1, 2, dtype=torch.int64))  # type: ignore[arg-type]
+    for tokens in (torch.arange(3), torch.zeros(1, 2), torch.zeros(1, 8193, dtype=torch.int64)):
+        with pytest.raises(
+            ValueError, match=r"tokens must be \(B, T\) int64 with T in \[1, 8192\]"
+        ):
+            states_of(model, tokens)
     head = EagleHead(model, num_levels=3)
     for hidden, message in (
         (torch.zeros(1, 4, 47), r"hidden must be \[1, 4, 48\] for these tokens, got \[1, 4, 47\]"),

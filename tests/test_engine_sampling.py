@@ -123,6 +123,8 @@ def test_a_cold_temperature_is_greedy() -> None:
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_k": -1}, "top_k must be >= 0, got -1"),
         ({"threshold_single": 1.5}, r"threshold_single must be in \(0, 1\], got 1.5"),
+        ({"seed": -1}, r"seed must be in \[0, 2\^64\), got -1"),
+        ({"seed": 1 << 64}, r"seed must be in \[0, 2\^64\), got 18446744073709551616"),
         ({"threshold_acc": 0.0}, r"threshold_acc must be in \(0, 1\], got 0.0"),
     ],
 )

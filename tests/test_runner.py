@@ -151,6 +151,9 @@ def test_more_requests_than_slots_and_shared_slots_are_refused() -> None:
         runner.run([[1] * 3], row, [1], [0])
     with pytest.raises(ValueError, match=r"parents must be 1 rows of 4, got \[4, 4\]"):
         runner.run(row, row * 2, [1], [0])
+    for length in (-1, CONTEXT + 1):
+        with pytest.raises(ValueError, match=r"seq_lens must be in \[0, 160\], got"):
+            runner.run(row, row, [length], [0])
     for buckets, message in (
         ((2, 1), r"ascending sizes in \[1, 2\]"),
         ((1, 3), r"ascending sizes in \[1, 2\]"),
@@ -158,6 +161,16 @@ def test_more_requests_than_slots_and_shared_slots_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             VerifyRunner(runner.target, runner.verifier, runner._step, max_bs=2, buckets=buckets)
+
+
+def test_a_bucket_that_is_asked_for_is_one_that_holds_the_batch() -> None:
+    runner = decoder_of(small(), Silent(), 4, buckets=(1, 3)).runner
+    runner.bind(runner.target.allocate(5, CONTEXT, 4))
+    row: Any = [[1] * 4]
+    for bs, bucket in ((1, 2), (2, 1), (4, 3)):
+        message = rf"bucket must be one of \(1, 3\) that holds {bs} requests, got {bucket}"
+        with pytest.raises(ValueError, match=message):
+            runner.run(row * bs, row * bs, [1] * bs, list(range(bs)), bucket=bucket)
 
 
 @pytest.mark.parametrize("name", ["cpu", "flashinfer", "hybrid-linear"])

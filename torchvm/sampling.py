@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     threshold_acc: float = 1.0
     """In (0, 1]; below 1 drafts are accepted more often than they are probable: lossy too."""
     seed: int = 0
+    """In [0, 2^64)."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -41,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, got {self.top_k}")
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be in [0, 2^64), got {self.seed}")
 
 
 def sampling_probs(

@@ -169,7 +169,8 @@ class VerifyRunner:
             bucket: run on this one rather than the smallest that holds them.
 
         Raises:
-            ValueError: when slots repeat or are none of the cache's, or rows are not of n.
+            ValueError: when slots repeat or are none of the cache's, rows are not of n, lengths
+                leave the context, or there is no such bucket or too many requests for it.
 
         Warns:
             UserWarning: once for each batch size above the largest bucket.
@@ -185,6 +186,13 @@ class VerifyRunner:
         for name, rows in (("tokens", tokens), ("parents", parents)):
             if [len(row) for row in rows] != [n] * bs:
                 raise ValueError(f"{name} must be {bs} rows of {n}, got {list(map(len, rows))}")
+        limit = self.verifier.shape.max_context_len
+        if not all(0 <= length <= limit for length in seq_lens):
+            raise ValueError(f"seq_lens must be in [0, {limit}], got {list(seq_lens)}")
+        if bucket is not None and (bucket not in self.buckets or bucket < bs):
+            raise ValueError(
+                f"bucket must be one of {self.buckets} that holds {bs} requests, got {bucket}"
+            )
         buffers = self.buffers.for_batch(bs)
         if buffers is not self.buffers:
             bucket = bs

@@ -14,7 +14,7 @@ import torchvm.ops.tree
 import torchvm.ops.verify  # noqa: F401 - these register ops and the backend
 from torchvm.backends.base import VerifyBatch
 from torchvm.backends.chain import CHAIN
-from torchvm.engine.target import PROMPT_TOKENS
+from torchvm.engine.target import PROMPT_TOKENS, HiddenTarget
 from torchvm.engine.transformers_target import as_target
 from torchvm.ops.layout import TreeMaskMode
 from torchvm.sampling import SamplingParams, sampling_probs
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torchvm.backends.base import AttentionBackend
     from torchvm.engine.drafts import HiddenDrafter
-    from torchvm.engine.target import HiddenTarget, TargetCache, TargetModel
+    from torchvm.engine.target import TargetCache, TargetModel
     from torchvm.ops.tree import DraftTree
 
 __all__ = ["StepShape", "compiled_step", "plain_step", "prefill", "states_of", "verify_step"]
@@ -198,13 +198,24 @@ def states_of(model: PreTrainedModel | HiddenTarget, tokens: Tensor) -> Tensor:
 
     Args:
         model: the one that verifies.
-        tokens: (B, T) int64.
+        tokens: (B, T) int64, T from 1 to the model's limit.
 
     Returns:
         (B, T, hidden_size).
+
+    Raises:
+        TypeError: for a model that is no `HiddenTarget`.
+        ValueError: for tokens of another shape or dtype.
     """
-    target = cast("HiddenTarget", as_target(model))
-    batch_size, length = tokens.shape
+    target = as_target(model)
+    if not isinstance(target, HiddenTarget):
+        raise TypeError(f"model must be a HiddenTarget, got {type(target).__name__}")
+    limit, shape = target.max_position_embeddings, list(tokens.shape)
+    if len(shape) != 2 or not 1 <= shape[1] <= limit or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"tokens must be (B, T) int64 with T in [1, {limit}], got {shape} {tokens.dtype}"
+        )
+    batch_size, length = shape
     with torch.inference_mode(), target.attending():
         cache = target.allocate(batch_size, length, 1)
         slots = torch.arange(batch_size, device=tokens.device)
