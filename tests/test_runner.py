@@ -13,11 +13,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.tiny_models import KnowingDrafter
+from torchvm import SamplingParams, sampling_probs
 from torchvm.backends.cpu import CPUBackend
 from torchvm.backends.layers import LayerKind
 from torchvm.backends.triton import TritonUnifiedBackend
 from torchvm.backends.two_batch import TboAttnBackend
-from torchvm.engine import Draft, PlainDecoder, SpeculativeDecoder
+from torchvm.engine import Draft, PlainDecoder, SpeculativeDecoder, steps
 from torchvm.engine.runner import VerifyRunner, bucket_sizes
 from torchvm.engine.small_model import SmallConfig, SmallModel
 from torchvm.errors import CaptureError
@@ -212,6 +213,21 @@ def test_a_step_that_waits_for_the_device_is_refused() -> None:
         pytest.raises(CaptureError, match=r"HOST_SYNC .*test_runner\.py:\d+: .*\n?"),
     ):
         decoder_of(small(), drafter, 2, backend=Reading)
+
+
+def test_a_step_that_waits_to_sample_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waiting(logits: Any, **options: Any) -> Any:
+        token = logits.argmax().item()
+        return sampling_probs(logits.clamp(max=token), **options)
+
+    options = {"sampling": SamplingParams()}
+    decoder_of(small(), Silent(), 2, **options)
+    monkeypatch.setattr(steps, "sampling_probs", waiting)
+    with (
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+        pytest.raises(CaptureError, match=r"HOST_SYNC .*test_runner\.py:\d+: .*\n?"),
+    ):
+        decoder_of(small(), Silent(), 2, **options)
 
 
 def test_every_finding_but_written_inputs_is_a_refusal() -> None:

@@ -77,8 +77,13 @@ def start_verifier(
     _check_kinds(target, probe)
     _check_config(probe, config)
     plan = plan_backend(
-        target, probe, config=config, max_bs=max_bs, hidden_states=hidden_states
-    )  # fmt: skip
+        target,
+        probe,
+        config=config,
+        max_bs=max_bs,
+        sampling=sampling,
+        hidden_states=hidden_states,
+    )
     owner = make(msgspec.structs.replace(config, tree_mask_mode=plan.mode))
     owner.init_cuda_graph_state(max_bs)
     mask = owner.verify_mask
@@ -96,6 +101,7 @@ def plan_backend(
     *,
     config: VerifyConfig,
     max_bs: int,
+    sampling: SamplingParams | None = None,
     hidden_states: bool = False,
 ) -> MaskPlan:
     """Trace the verify step of a model on a back end, and see what it reads of its mask.
@@ -106,6 +112,7 @@ def plan_backend(
             owner of its mask reads.
         config: sizes; the mask is a FULL_MASK of this capacity that is never allocated.
         max_bs: most requests in a batch.
+        sampling: how drafts are accepted; None is greedily.
         hidden_states: whether the step also gives the target's states.
 
     Raises:
@@ -113,7 +120,7 @@ def plan_backend(
     """
     n = config.num_draft_tokens
     mode = TreeMaskMode.FULL_MASK
-    shape = StepShape(n, config.max_context_len, mode, hidden_states=hidden_states)
+    shape = StepShape(n, config.max_context_len, mode, sampling, hidden_states)
 
     def inputs(mask: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         verifier = Verifier(backend.verifier, shape, mask, None)
@@ -148,7 +155,8 @@ def step_inputs(
     cache = target.allocate(max_bs, context, n)
     lengths = torch.zeros(max_bs, dtype=torch.int64, device=device)
     batch = (rows, rows.clone(), lengths.clone(), lengths, verifier.shape, verifier.buffer)
-    return (target, cache, verifier.backend, *batch)
+    coins = None if verifier.shape.sampling is None else (rows.float(), lengths.float())
+    return (target, cache, verifier.backend, *batch, coins)
 
 
 def _check_config(backend: AttentionBackend, config: VerifyConfig) -> None:
