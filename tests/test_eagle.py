@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from tests.small_heads import decoder_of, drafter_of, own_states, small, texts, train
@@ -64,6 +65,26 @@ def test_only_the_heads_own_weights_are_trained() -> None:
         ).sum().backward()
         assert all(p.grad is not None and bool(p.grad.any()) for p in head.parameters())
         assert all(p.grad is None for p in model.parameters())
+
+
+class Allocated(TorchDispatchMode):
+    """Counts bytes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.nbytes += out.nbytes
+        return out
+
+
+def test_the_cache_of_a_head_is_of_one_layer() -> None:
+    model = tiny_llama()
+    assert model.config.num_hidden_layers > 1
+    head = EagleHead(model)
+    with Allocated() as allocated:  # type: ignore[no-untyped-call]
+        cache: Any = head.allocate(1, 2, 11, 3)
+    assert allocated.nbytes == cache.keys[0].nbytes + cache.values[0].nbytes
 
 
 def test_training_gets_more_drafts_accepted() -> None:

@@ -148,10 +148,8 @@ def test_a_batch_ends_requests_one_by_one() -> None:
 
 
 def test_compaction_moves_accepted_nodes_behind_the_root() -> None:
-    config: Any = SimpleNamespace(
-        num_attention_heads=2, num_key_value_heads=1, hidden_size=4, num_hidden_layers=3
-    )
-    cache = KVCache.allocate(config, 3, 12, torch.float32)
+    config: Any = SimpleNamespace(num_attention_heads=2, num_key_value_heads=1, hidden_size=4)
+    cache = KVCache.allocate(config, 3, 12, torch.float32, num_layers=3)
     for side, buffer in enumerate((*cache.keys, *cache.values)):
         assert buffer.shape == (3, 12, 1, 2)
         buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) + 1000 * side)

@@ -38,13 +38,15 @@ class KVCache(NamedTuple):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        num_layers: int,
     ) -> KVCache:
-        """Allocate zeroed buffers for the layers and heads of a model's config."""
+        """Allocate zeroed buffers of so many layers, for the heads of a model's config."""
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         shape = (batch_size, capacity, kv_heads, head_dim)
-        layers = range(config.num_hidden_layers)
+        layers = range(num_layers)
         return cls(
             [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],
             [torch.zeros(shape, dtype=dtype, device=device) for _ in layers],

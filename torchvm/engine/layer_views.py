@@ -8,7 +8,6 @@ import msgspec
 from torch import nn
 from transformers import PreTrainedModel
 
-from torchvm.engine.cache import KVCache
 from torchvm.engine.small_model import SmallModel
 from torchvm.engine.transformers_target import TransformersTarget, module_view
 from torchvm.integrations.transformers import tree_attention_of
@@ -69,15 +68,10 @@ class _LayersTarget(TransformersTarget):
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         super().__init__(model)
         self._whole = model
-        self._num_layers = len(layers)
+        self.num_layers = len(layers)
         base: Any = module_view(model.base_model, layers=layers)
         self.model = module_view(model, **{model.base_model_prefix: base})
 
     def attending(self) -> AbstractContextManager[None]:
         """Let the layers attend through back ends; they look at the whole model's config."""
         return tree_attention_of(self._whole)
-
-    def allocate(self, batch_size: int, max_context_len: int, num_tokens: int) -> KVCache:
-        """Make a cache of as many layers."""
-        whole = super().allocate(batch_size, max_context_len, num_tokens)
-        return KVCache(whole.keys[: self._num_layers], whole.values[: self._num_layers])

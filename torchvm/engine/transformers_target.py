@@ -48,6 +48,7 @@ class TransformersTarget:
         self.model = model
         self.vocab_size: int = model.config.vocab_size
         self.hidden_size: int = model.config.hidden_size
+        self.num_layers: int = model.config.num_hidden_layers
         self.max_position_embeddings: int = model.config.max_position_embeddings
         self.device: torch.device = model.device
         self._cache_name = cache_keyword(model)
@@ -62,7 +63,12 @@ class TransformersTarget:
         """Make a cache; any number of tokens is fine."""
         capacity = max_context_len + num_tokens
         return KVCache.allocate(
-            self.model.config, batch_size, capacity, self.model.dtype, self.device
+            self.model.config,
+            batch_size,
+            capacity,
+            self.model.dtype,
+            self.device,
+            num_layers=self.num_layers,
         )
 
     def forward(
