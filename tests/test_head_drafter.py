@@ -307,6 +307,10 @@ def test_missing_and_stale_states_are_refused(model: SmallModel) -> None:
         fresh = drafter_of(drafter.head, 2)
         observed(fresh, target, others)
         assert drafts == fresh.propose(others, on)
+    # One of a single token begins anew, too.
+    drafter.propose([[3], [4]], on)
+    with pytest.raises(ValueError, match=r"of request 0 must be observed for its 2 .*, got 0"):
+        drafter.propose([others[0], [4]], on)
 
 
 @pytest.mark.parametrize(

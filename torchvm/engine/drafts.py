@@ -53,7 +53,8 @@ class HiddenDrafter(Drafter, Protocol):
 
     The decoder calls `observe` with the states of every prompt, and after each step with those of
     the tokens that became committed. When `propose` is called, the states of all tokens of an
-    active request but its last, the root, have been observed.
+    active request but its last, the root, have been observed: none of a prompt of one token, which
+    `propose` is the first to name.
     """
 
     hidden_size: int
