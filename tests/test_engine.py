@@ -210,6 +210,14 @@ def test_the_context_limit_is_kept(model: Any) -> None:
     assert shorter.sequences == [truth[:4]]
 
 
+def test_what_no_embedding_is_for_is_refused(model: Any) -> None:
+    for token in (-1, 97):
+        with pytest.raises(ValueError, match=rf"prompt 1 must be in \[0, 97\), got {token}"):
+            run(model, [[1], [2, token]], Silent())
+    with pytest.raises(ValueError, match="batch_size must be >= 1, got 0"):
+        PlainDecoder(model, batch_size=0, max_context_len=CONTEXT, inner="aot_eager")
+
+
 def test_what_does_not_fit_the_context_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match=r"prompt 1 must have 1 to 63 tokens, .* got 64"):
         run(model, [[1], [1] * CONTEXT], Silent())

@@ -74,7 +74,8 @@ class Decoder(ABC):
         inner: what compiles the step, "inductor" or "aot_eager".
 
     Raises:
-        ValueError: when the model trains, or its positions end before `max_context_len`.
+        ValueError: when the model trains, its positions end before `max_context_len`, or there is
+            no request.
     """
 
     step: Callable[..., Any]
@@ -98,6 +99,8 @@ class Decoder(ABC):
             raise ValueError(
                 f"max_context_len must be at most the model's {limit}, got {max_context_len}"
             )
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
         self.batch_size = batch_size
         self.max_context_len = max_context_len
         self._compiled = compiled_step(type(self).step, inner)
@@ -137,11 +140,13 @@ class Decoder(ABC):
                 the same number and seed sample alike.
 
         Raises:
-            ValueError: for no prompts or too many, or one that leaves no room for a token.
+            ValueError: for no prompts or too many, or one that leaves no room for a token or has
+                tokens that are not in the model's vocabulary.
             RuntimeError: when a step after the first would be compiled anew.
         """
         if not 1 <= len(prompts) <= self.batch_size:
             raise ValueError(f"prompts must be 1 to {self.batch_size}, got {len(prompts)}")
+        _check_tokens(prompts, self.target.vocab_size)
         batch = Batch(
             prompts,
             max_new_tokens=max_new_tokens,
@@ -328,6 +333,14 @@ class SpeculativeDecoder(Decoder):
         for b, row in zip(slots, verified.tokens, strict=True):
             found[b] = row
         return found
+
+
+def _check_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Require tokens that have an embedding; on CUDA others are a fault of the device."""
+    for b, prompt in enumerate(prompts):
+        for token in prompt:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"tokens of prompt {b} must be in [0, {vocab_size}), got {token}")
 
 
 def _check_states(target: TargetModel, drafter: HiddenDrafter) -> None:
