@@ -63,7 +63,11 @@ class Outcome(NamedTuple):
     @property
     def texts(self) -> list[str]:
         """What was generated for each prompt, up to a stop string."""
-        return [cut(self.decode(tokens), self.stop) for tokens in self.generation.sequences]
+        return [self.text_of(tokens) for tokens in self.generation.sequences]
+
+    def text_of(self, tokens: list[int]) -> str:
+        """Text of a request's new tokens, up to a stop string."""
+        return cut(self.decode(tokens), self.stop)
 
     @property
     def agrees(self) -> bool:
@@ -127,7 +131,7 @@ def _request_dict(outcome: Outcome, b: int) -> dict[str, Any]:
     """What one request has of its own."""
     tokens, divergence = outcome.generation.sequences[b], outcome.divergences[b]
     return {
-        "text": outcome.texts[b],
+        "text": outcome.text_of(tokens),
         "tokens": tokens,
         "prompt_tokens": outcome.prompt_tokens[b],
         "new_tokens": len(tokens),

@@ -36,8 +36,9 @@ def read_prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise CommandError(f"cannot read prompts from {path}: {reason}") from error
-    # Not splitlines: a form feed or U+2028 is part of a prompt.
-    lines = text.replace("\r\n", "\n").split("\n")
+    # Every line end is a line feed by then. Not splitlines: a form feed or U+2028 is part of a
+    # prompt.
+    lines = text.split("\n")
     numbered = [(i, line) for i, line in enumerate(lines, start=1) if line.strip()]
     if path.suffix.lower() == ".jsonl":
         prompts = [_of_json(path, i, line) for i, line in numbered]
