@@ -321,6 +321,10 @@ def test_missing_and_stale_states_are_refused(model: SmallModel) -> None:
         ((1, 4, 48), {"starts": [0, 0]}, r"one per row of at most 1, got \(1, 2, 1\)"),
         ((0, 4, 48), {}, r"one per row of at most 0, got \(1, 1, 1\)"),
         ((1, 4, 48), {"requests": [2]}, r"requests must be in \[0, 2\), got 2"),
+        (
+            (2, 4, 48), {"requests": [0, 0], "starts": [2, 2], "nodes": [[0], [0]]},
+            r"requests must be different ones, got \[0, 0\]",
+        ),
         ((1, 4, 48), {"starts": [1]}, "states of request 0 must begin at 0, or at 2 .*got 1"),
         ((1, 4, 48), {"nodes": [[1, 4]]}, r"must be in \[0, 4\) .*got \[1, 4\]"),
         ((1, 64, 48), {"nodes": [range(64)]}, "end before position 53, got"),

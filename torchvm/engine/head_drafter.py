@@ -87,8 +87,8 @@ class HeadDrafter(BeamDrafter):
         """Copy the states of committed tokens; see `torchvm.engine.HiddenDrafter`.
 
         Raises:
-            ValueError: for states of another size, a request out of range, places outside of
-                `hidden`, and states that do not follow those that have been observed.
+            ValueError: for states of another size, a request out of range or named twice, places
+                outside of `hidden`, and states that do not follow those that have been observed.
         """
         self._check_observed(hidden, requests, starts, nodes)
         places_of: list[tuple[int, int, int, int]] = []
@@ -162,6 +162,8 @@ class HeadDrafter(BeamDrafter):
                 f"requests, starts and nodes must be one per row of at most {hidden.shape[0]}, "
                 f"got {counts}"
             )
+        if len(set(requests)) != len(requests):
+            raise ValueError(f"requests must be different ones, got {list(requests)}")
         capacity = self._cache.states.shape[1]
         for b, start, places in zip(requests, starts, nodes, strict=True):
             if not 0 <= b < self.batch_size:
