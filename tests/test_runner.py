@@ -183,6 +183,9 @@ def test_batches_above_the_largest_bucket_run_in_buffers_of_their_own(name: str)
     mask = decoder.verifier.backend.verify_mask
     assert mask is not None
     assert mask.max_bs == 2
+    torch._dynamo.reset()
+    counters.clear()
+    decoder.warm_up()
     before = decoder.runner.buffers.addresses()
     with pytest.warns(UserWarning, match="FRESH: TARGET_VERIFY was captured for 2") as warned:
         assert decoder.decode(rows, max_new_tokens=12).sequences == truth
@@ -191,6 +194,8 @@ def test_batches_above_the_largest_bucket_run_in_buffers_of_their_own(name: str)
     assert len(set(sizes)) == len(sizes), "a size is said once"
     assert decoder.runner.buffers.addresses() == before
     assert decoder.decode(rows[:2], max_new_tokens=12).sequences == truth[:2]
+    stats: Any = counters
+    assert stats["stats"]["unique_graphs"] == 2, "what is larger than the buckets is not compiled"
 
 
 def test_only_a_back_ends_mask_can_be_made_anew() -> None:
