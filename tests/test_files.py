@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,26 @@ def test_what_cannot_be_written_is_a_mistake(tmp_path: Path) -> None:
         with pytest.raises(CommandError, match="cannot write"):
             write_file(path, "x")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(CommandError, match="it is no regular file"):
+            write_file(path, "x")
+    assert pipe.is_fifo()
+    assert sorted(tmp_path.iterdir()) == [link, pipe]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "out.txt"
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for text in ("one", "two"):
+        write_file(link, text)
+        assert path.read_text() == text
+        assert link.is_symlink()
