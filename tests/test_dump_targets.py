@@ -124,6 +124,29 @@ def test_modules_that_register_ops_are_imported_before(tmp_path: Path) -> None:
     assert [row["op"] for row in graph["after"]] == ["placeholder", "aten::sin", "output"]
 
 
+def test_what_a_target_prints_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "ops.py").write_text("print('imported')\n")
+    (tmp_path / "step.py").write_text(
+        "import torch\n"
+        "print('loaded')\n"
+        "def step(x):\n"
+        "    print('traced')\n"
+        "    return x + 1\n"
+        "def make():\n"
+        "    print('made')\n"
+        "    return step, (torch.ones(2),)\n"
+    )
+    done = invoke(f"{tmp_path / 'step.py'}:make", "--import", str(tmp_path / "ops.py"), "--json")
+    assert json.loads(done.stdout)
+    printed = [done.stderr.index(f"{text}\n") for text in ("imported", "loaded", "made", "traced")]
+    assert printed == sorted(printed)
+
+
+def test_a_place_for_the_page_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    done = invoke("absent.py:f", "--html", str(tmp_path))
+    assert str(done.exception) == f"cannot write {tmp_path}: it is a folder"
+
+
 def test_a_file_named_as_a_module_does_not_take_its_place(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("import torch\ndef f(): return torch.sin, (torch.ones(3),)")
     assert len(graphs(f"{tmp_path}/json.py:f")) == 1

@@ -6,12 +6,13 @@ import json
 import re
 import shutil
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchvm.tools.files import write_file
+from torchvm.tools.files import refuse_unwritable, write_file
 from torchvm.tools.messages import CommandError, printable, progress
 from torchvm.tools.quantities import parse_count
 
@@ -105,7 +106,10 @@ def dump(
         target, max_bs, num_draft_tokens, max_context_len, fake_device, dynamic, every_node, debug
     )
     _check(request)
-    with progress("Tracing"):
+    if html is not None:
+        refuse_unwritable(html)
+    # What modules and traced functions print is no result.
+    with progress("Tracing"), redirect_stdout(sys.stderr):
         graphs = _graphs(request, imports or [])
     if html is not None:
         from torchvm.tools.dump_html import dump_html

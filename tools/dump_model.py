@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, cast
 
 from torchvm.tools.dump_errors import told
@@ -49,7 +47,7 @@ def _trace(config: Any, request: Request) -> list[TracedGraph]:
 
     bs, device = request.max_bs or BATCH, torch.device(traced_device(request.device))
     mode, make_model = fake_mode(), cast("Any", transformers.AutoModelForCausalLM).from_config
-    with redirect_stdout(sys.stderr), mode, torch.no_grad(), device:
+    with mode, torch.no_grad(), device:
         target = as_target(make_model(config).eval())
         context = request.max_context_len
         run = VerifyConfig(

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,15 +147,14 @@ def _load(request: Request, sizes: dict[str, int], making: Any) -> Loaded:
     place, separator, name = target.rpartition(":")
     if not separator or not place or not name:
         raise CommandError(f"TARGET must be {FORMS}, got {target!r}")
-    with redirect_stdout(sys.stderr):
-        module = load_module(place, debug=request.debug)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise CommandError(f"{place} has no function {name!r}")
-        _check_takes(target, function, sizes)
-        fake = " on fake tensors, which have no values," if request.device is not None else ""
-        with told(f"{target}{fake} raised", debug=request.debug), making:
-            made = function(**sizes)
+    module = load_module(place, debug=request.debug)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise CommandError(f"{place} has no function {name!r}")
+    _check_takes(target, function, sizes)
+    fake = " on fake tensors, which have no values," if request.device is not None else ""
+    with told(f"{target}{fake} raised", debug=request.debug), making:
+        made = function(**sizes)
     return _checked(target, made)
 
 
