@@ -240,12 +240,12 @@ def test_findings_of_contracts() -> None:
 
 @pytest.mark.parametrize(
     ("target", "findings"),
-    [("late_copy", ["CLONE"]), ("sized", ["MUTATED_INPUT"]), ("a_gib", []), ("no_masks", [])],
+    [("late_copy", ["COPIED"]), ("sized", ["MUTATED_INPUT"]), ("a_gib", []), ("no_masks", [])],
 )
 def test_findings_of_copies_and_capture(target: str, findings: list[str]) -> None:
     (graph,) = trace_graphs(*load_target(f"{FILE}:{target}"))
     assert [finding.code for finding in graph.findings] == findings
-    if "CLONE" in findings:
+    if "COPIED" in findings:
         (report,) = graph.reports
         assert report.copied is True
         assert ", copied before a build" in dump_text([graph])
@@ -260,7 +260,7 @@ def test_copies_that_the_compiler_does_not_make_are_not_found(name: str) -> None
 def test_without_hoisting_a_copy_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchvm.findings.HoistMaskReaders", lambda: None)
     (graph,) = trace_graphs(CASES["read_before_the_build"].function, batch())
-    assert [finding.code for finding in graph.findings] == ["CLONE"]
+    assert [finding.code for finding in graph.findings] == ["COPIED"]
 
 
 @pytest.mark.parametrize(("target", "status"), [("unsound", 1), ("a_gib", 0)])

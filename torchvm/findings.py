@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 
 from torchvm.ops.contracts import MaskRead
 from torchvm.passes.capture_check import CAPTURE_CODES, CaptureFinding
-from torchvm.passes.clone_check import MaskCopy, verify_no_clone
+from torchvm.passes.clone_check import COPY_CODES, CopyCode, MaskCopy, verify_no_clone
 from torchvm.passes.graph import source_line
 from torchvm.passes.hoist_mask_readers import HoistMaskReaders
 from torchvm.passes.keep_copies import KeepCopies
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "FindingKind", "clone_findings", "contract_findings", "from_capture"]
 
-_CLONED = ReasonText(
-    "a build writes into a copy of the whole mask",
-    "let nothing that is older than the build be read after it, and give the build the buffer "
-    "itself, which no other argument shares",
-)
-
 
 class FindingKind(StrEnum):
     """What a finding is about."""
@@ -48,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     kind: FindingKind
     code: str
-    """A `Reason` for contracts, "CLONE", or a `CaptureCode`."""
+    """A `Reason` for contracts, a `CopyCode` for clones, or a `CaptureCode`."""
     node: str
     op: str
     source: str
@@ -126,8 +120,10 @@ def clone_findings(module: GraphModule) -> list[Finding]:
     Args:
         module: a functional graph that the mask passes have rewritten.
     """
+    code = CopyCode.COPIED
+    words = _words(COPY_CODES[code])
     return [
-        Finding(FindingKind.clone, "CLONE", copy.copied, copy.build, copy.source, *_words(_CLONED))
+        Finding(FindingKind.clone, str(code), copy.copied, copy.build, copy.source, *words)
         for copy in _copies(module)
     ]
 
