@@ -13,12 +13,15 @@ from tests.trees import draw_batch, draw_malformed, draw_sizes
 from torchvm.ops.candidates import DraftCandidates, select_draft_candidates
 from torchvm.ops.layout import TreeMaskMode, live_mask_numel
 from torchvm.ops.verify import verify_tree_greedy
-from torchvm.tools.bench import loops
+from torchvm.tools.bench import floor, loops
 from torchvm.tools.bench import tree as bench
 from torchvm.tools.bench.floor import FloorCall
 from torchvm.tools.bench.measure import QUICK, measure
+from torchvm.tools.messages import CommandError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="the floor needs a C compiler")
@@ -120,3 +123,14 @@ def test_a_wrong_build_is_found(wrong: str) -> None:
     row = measure(case._replace(contenders=(*case.contenders, planted)), QUICK)
     assert row.differing == ("planted",)
     assert "planted" not in row.times
+
+
+def test_a_compiler_that_fails_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho to stdout; echo no such option >&2; exit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(CommandError, match="cc cannot compile the C loops: no such option"):
+        floor._library.__wrapped__()

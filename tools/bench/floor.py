@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from torchvm.tools.messages import CommandError
+
 __all__ = ["FloorCall", "has_compiler"]
 
 FLOOR_SOURCE = r"""
@@ -200,9 +202,12 @@ def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "floor.c"), Path(folder, "floor.so")
         source.write_text(FLOOR_SOURCE)
-        subprocess.run(
-            ["cc", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", library], check=True
-        )
+        flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+        command = ["cc", *flags, str(source), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            reason = done.stderr.strip().partition("\n")[0] or f"exit status {done.returncode}"
+            raise CommandError(f"cc cannot compile the C loops: {reason}")
         return ctypes.CDLL(str(library))
 
 
