@@ -21,7 +21,8 @@ def test_parse_count(text: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "Mi", "-1", "1mi", "1.0001K", "1e6", "1MiB/s", "4 4", "0x10", "1KK", "٣"]
+    "text",
+    ["", "Mi", "-1", "1mi", "1.0001K", "1e6", "1MiB/s", "4 4", "0x10", "1KK", "٣", "9" * 5000],
 )
 def test_what_is_no_count_is_wrong_usage(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="must be a"):

@@ -14,7 +14,7 @@ _UNITS = {"": 1} | {
     for binary, base in (("", 1000), ("i", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_WRITTEN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.ASCII)
+_WRITTEN = re.compile(r"(\d{1,99}(?:\.\d{1,99})?)\s*([KMGT]i?)?B?", re.ASCII)
 
 
 def parse_count(text: str) -> int:
@@ -56,7 +56,7 @@ def format_bytes(number: float) -> str:
 
 
 def format_seconds(number: float) -> str:
-    """Write seconds to three digits, in ns, us, ms or s: `224 us`, `1.50 s`."""
+    """Write seconds to three digits, and to 0.01 ns at most: `224 us`, `1.50 s`, `0.21 ns`."""
     units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
     unit = next((unit for unit, size in units.items() if number >= 0.9995 * size), "ns")
     value = number / units[unit]
