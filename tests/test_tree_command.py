@@ -116,6 +116,11 @@ def test_all_of_it() -> None:
     assert drawn("--parents", PARENTS, *TOKENS, "--mode", "all") == WHOLE
 
 
+def test_json_of_tokens_that_are_no_text() -> None:
+    nodes = found("--parents", "-1,0", "--tokens", "\udcff,é")["nodes"]
+    assert [node["token"] for node in nodes] == ["\udcff", "é"]
+
+
 def test_json() -> None:
     node = {"path": None, "retrieve_next_sibling": -1, "accepted": True}
     assert found("--parents", "-1,0", "--accepted", "0,1", "--mode", "packed") == {

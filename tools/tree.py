@@ -126,9 +126,12 @@ def tree(
     if svg is not None:
         write_file(svg, as_svg(picture))
     if as_json:
+        import json
+
         import msgspec
 
-        typer.echo(msgspec.json.encode(picture).decode())
+        # Tokens of the command line need not be text: what is none is written as an escape.
+        typer.echo(json.dumps(msgspec.to_builtins(picture)))
         return
     text = as_text(picture, UNICODE, only or Part)
     try:
