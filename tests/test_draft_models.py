@@ -282,3 +282,21 @@ def test_sequences_must_fit() -> None:
     for length in (0, CONTEXT + 1):
         with pytest.raises(ValueError, match=f"sequence 1 must have 1 to 64 tokens, got {length}"):
             drafter.propose([[1], [1] * length], ON[:2])
+
+
+def test_the_default_tree_has_what_is_scored() -> None:
+    sizes: dict[str, Any] = {"batch_size": 1, "max_context_len": CONTEXT}
+    for topk, depth, n in ((1, 4, 5), (2, 4, 8), (2, 1, 3)):
+        assert ModelDrafter(small(), topk=topk, depth=depth, **sizes).num_draft_tokens == n
+
+
+def test_a_drafter_must_be_made_for_the_decoders_batches() -> None:
+    model = small()
+    for sizes, message in (
+        ({"batch_size": 2}, "drafter must be made for batch_size 3, got one for 2"),
+        ({"max_context_len": 63}, "must be made for max_context_len 64 or more, got 63"),
+    ):
+        made: dict[str, Any] = {"batch_size": 3, "max_context_len": 64, **sizes}
+        drafter = ModelDrafter(model, **made)
+        with pytest.raises(ValueError, match=message):
+            SpeculativeDecoder(model, drafter, batch_size=3, max_context_len=64, inner="aot_eager")

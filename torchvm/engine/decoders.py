@@ -248,7 +248,8 @@ class SpeculativeDecoder(Decoder):
         MaskContractError: when the back end declares a mask unread that its kernels read.
         TypeError: for a `HiddenDrafter` with a model that is no `HiddenTarget`.
         ValueError: for an unknown back end, or one that cannot verify this model or `topk`, for
-            buckets that do not fit, and for a `HiddenDrafter` that reads states of another size.
+            buckets or a drafter made for other sizes, and for a `HiddenDrafter` that reads states
+            of another size.
     """
 
     step = verify_step
@@ -271,6 +272,7 @@ class SpeculativeDecoder(Decoder):
             model, batch_size=batch_size, max_context_len=max_context_len, inner=inner
         )
         self.drafter = drafter
+        _check_drafter(drafter, batch_size, max_context_len)
         if isinstance(drafter, HiddenDrafter):
             _check_states(self.target, drafter)
             self._observer = drafter
@@ -341,6 +343,20 @@ def _check_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         for token in prompt:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"tokens of prompt {b} must be in [0, {vocab_size}), got {token}")
+
+
+def _check_drafter(drafter: Drafter, batch_size: int, max_context_len: int) -> None:
+    """Require a drafter that was made for these batches, where it was made for any."""
+    requests = getattr(drafter, "batch_size", batch_size)
+    if requests != batch_size:
+        raise ValueError(
+            f"drafter must be made for batch_size {batch_size}, got one for {requests}"
+        )
+    context = getattr(drafter, "max_context_len", max_context_len)
+    if context < max_context_len:
+        raise ValueError(
+            f"drafter must be made for max_context_len {max_context_len} or more, got {context}"
+        )
 
 
 def _check_states(target: TargetModel, drafter: HiddenDrafter) -> None:

@@ -76,11 +76,13 @@ class BeamDrafter:
         *,
         topk: int,
         depth: int,
-        num_draft_tokens: int,
+        num_draft_tokens: int | None,
         batch_size: int,
         max_context_len: int,
         vocab_size: int | None,
     ) -> None:
+        if num_draft_tokens is None:
+            num_draft_tokens = min(8, _scored(topk, depth) + 1)
         _check_sizes(topk, depth, num_draft_tokens, batch_size)
         _check_model(model, topk, max_context_len, vocab_size)
         self.topk = topk
@@ -137,7 +139,7 @@ class ModelDrafter(BeamDrafter):
             grouped-query layers; where `topk` is 1, any without recurrent ones.
         topk: see `BeamDrafter`, like all that follow.
         depth: levels below the root.
-        num_draft_tokens: n, root included.
+        num_draft_tokens: n, root included; by default 8, or as many as are scored if fewer.
         batch_size: B.
         max_context_len: most tokens of a request.
         vocab_size: of the model that verifies.
@@ -152,7 +154,7 @@ class ModelDrafter(BeamDrafter):
         *,
         topk: int = 2,
         depth: int = 4,
-        num_draft_tokens: int = 8,
+        num_draft_tokens: int | None = None,
         batch_size: int,
         max_context_len: int,
         vocab_size: int | None = None,
@@ -266,6 +268,11 @@ def _drafts(found: DraftCandidates, topk: int) -> list[Draft]:
     return drafts
 
 
+def _scored(topk: int, depth: int) -> int:
+    """Nodes that a beam scores."""
+    return topk + (depth - 1) * topk * topk
+
+
 def _check_sizes(topk: int, depth: int, num_draft_tokens: int, batch_size: int) -> None:
     for name, value, least in (
         ("topk", topk, 1),
@@ -275,7 +282,7 @@ def _check_sizes(topk: int, depth: int, num_draft_tokens: int, batch_size: int) 
     ):
         if value < least:
             raise ValueError(f"{name} must be >= {least}, got {value}")
-    scored = topk + (depth - 1) * topk * topk
+    scored = _scored(topk, depth)
     if num_draft_tokens > scored + 1:
         raise ValueError(
             f"num_draft_tokens must be <= {scored + 1}, the root and all nodes that depth {depth} "

@@ -27,7 +27,7 @@ class EarlyExitDrafter(ModelDrafter):
         num_layers: layers that draft, at most the model's.
         topk: see `ModelDrafter`, like all that follow.
         depth: levels below the root.
-        num_draft_tokens: n, root included.
+        num_draft_tokens: n, root included; by default 8, or as many as are scored if fewer.
         batch_size: B.
         max_context_len: most tokens of a request.
 
@@ -43,7 +43,7 @@ class EarlyExitDrafter(ModelDrafter):
         *,
         topk: int = 2,
         depth: int = 4,
-        num_draft_tokens: int = 8,
+        num_draft_tokens: int | None = None,
         batch_size: int,
         max_context_len: int,
     ) -> None:

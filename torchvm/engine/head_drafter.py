@@ -33,7 +33,7 @@ class HeadDrafter(BeamDrafter):
         head: an `EagleHead`, or any `DraftHead`.
         topk: see `BeamDrafter`, like all that follow; more than 1 needs grouped-query layers.
         depth: levels below the root; at most the head's, where it has more than one.
-        num_draft_tokens: n, root included.
+        num_draft_tokens: n, root included; by default 8, or as many as are scored if fewer.
         batch_size: B.
         max_context_len: most tokens of a request.
         vocab_size: of the model that verifies.
@@ -48,7 +48,7 @@ class HeadDrafter(BeamDrafter):
         *,
         topk: int = 2,
         depth: int = 4,
-        num_draft_tokens: int = 8,
+        num_draft_tokens: int | None = None,
         batch_size: int,
         max_context_len: int,
         vocab_size: int | None = None,

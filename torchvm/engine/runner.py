@@ -41,7 +41,7 @@ class Verified(NamedTuple):
     """Per request the accepted nodes below the root."""
     hidden: Tensor | None = None
     """(bucket, n, hidden_size), the target's states of all nodes, where the step gives them. It
-    lies where the step left it: the next run on this bucket may overwrite it."""
+    lies where the step left it: the next run, on any bucket, may overwrite it."""
 
 
 class VerifiedStep(NamedTuple):
@@ -124,6 +124,7 @@ class VerifyRunner:
         self.on_verified: Callable[[VerifiedStep], None] | None = None
         self._step = step
         self._captured: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
+        self._pool: Any = None
         self._addresses = self.buffers.addresses()
         self._cache: TargetCache | None = None
         self._generators = [torch.Generator() for _ in range(max_bs)]
@@ -135,6 +136,7 @@ class VerifyRunner:
             self._cache = cache
             if self.target.device.type == "cuda":
                 self._captured.clear()
+                self._pool = None
 
     def warmup(self) -> None:
         """Compile, and on CUDA capture, every bucket, largest first."""
@@ -275,8 +277,10 @@ class VerifyRunner:
             return call, outputs
         torch.cuda.synchronize(self.target.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Buckets never run side by side: one pool holds what any of them computes.
+        with torch.cuda.graph(graph, pool=self._pool):
             captured = call()
+        self._pool = graph.pool()
 
         def replay() -> tuple[Tensor, ...]:
             graph.replay()
