@@ -117,6 +117,13 @@ def test_env() -> None:
     assert {"triton", "numba", "transformers", "python", "platform"} <= set(facts)
     lines = dict(line.split(maxsplit=1) for line in invoke("env").stdout.splitlines())
     assert lines["torch"] == torch.__version__
+    assert lines["cuda"] == ("yes" if torch.cuda.is_available() else "no")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_env_counts_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    assert f"\nthreads         {threads}\n" in invoke("env").stdout
 
 
 def test_env_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,7 @@ def env(
         return
     width = max(map(len, found))
     for name, value in found.items():
-        shown = {None: "not installed", True: "yes", False: "no"}.get(value, value)
-        typer.echo(f"{name.replace('_', ' '):<{width}}  {shown}")
+        typer.echo(f"{name.replace('_', ' '):<{width}}  {_shown(value)}")
 
 
 def facts() -> dict[str, Any]:
@@ -46,6 +45,13 @@ def facts() -> dict[str, Any]:
         "cuda": torch.cuda.is_available(),
         "packaged_model": None if model is None else str(model),
     }
+
+
+def _shown(value: str | int | None) -> str:
+    """Write a fact; a thread is the number 1, which equals True."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "not installed" if value is None else str(value)
 
 
 def _version(package: str) -> str | None:
