@@ -208,10 +208,13 @@ def test_check_fails_on_other_tokens(folder: str, monkeypatch: pytest.MonkeyPatc
     assert done.exit_code == 1
     assert "first difference at token 0: 1 'w1', plain decoding " in done.stdout
     assert "NOT a near-tie" in done.stdout
+    assert " tokens/s; the tokens differ\n" in done.stdout
     done = generated(folder, "--check", "--json")
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert found["divergence"]["is_near_tie"] is False
+    assert found["plain_tokens_per_second"] > 0
+    assert found["speedup"] is None
     assert generated(folder).exit_code == 0
 
 

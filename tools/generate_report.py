@@ -76,8 +76,8 @@ class Outcome(NamedTuple):
 
     @property
     def speedup(self) -> float | None:
-        """Tokens a second over those of plain decoding."""
-        if self.plain is None:
+        """Tokens a second over those of plain decoding; None unless it gave the same tokens."""
+        if self.plain is None or not self.agrees:
             return None
         return self.generation.tokens_per_second / self.plain.tokens_per_second
 
@@ -155,7 +155,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     topk, depth, num_draft_tokens = outcome.drafting
     threads = f"{outcome.threads} thread{'s' if outcome.threads > 1 else ''}"
     layers = outcome.draft_layers
-    by = "prompt lookup" if layers is None else f"the first {layers} layers"
+    by = "prompt lookup" if layers is None else f"the first {layers} layer{'s' * (layers > 1)}"
     rows = [
         ("tokens", _token_counts(outcome)),
         ("drafts", f"{by}: topk {topk}, depth {depth}, {num_draft_tokens} nodes a tree"),
@@ -163,8 +163,9 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
         ("speed", f"{run.tokens_per_second:.1f} tokens/s on {threads} ({outcome.inner})"),
     ]
     if plain is not None:
-        speed = f"{plain.tokens_per_second:.1f} tokens/s"
-        rows.append(("plain decoding", f"{speed}; speculation is {outcome.speedup:.2f} x that"))
+        ratio = outcome.speedup
+        beside = "the tokens differ" if ratio is None else f"speculation is {ratio:.2f} x that"
+        rows.append(("plain decoding", f"{plain.tokens_per_second:.1f} tokens/s; {beside}"))
     compiling = f"{outcome.compile_seconds:.1f} s for verification"
     if plain is not None:
         compiling += f", {outcome.plain_compile_seconds:.1f} s for plain decoding"
