@@ -255,6 +255,27 @@ def test_mistakes_are_one_line_on_stderr(
     assert err.count("\n") == 1
 
 
+def test_what_a_message_quotes_cannot_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchvm", "tree", "--record", "no\x1b[31m\nsuch"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    expected = "torchvm: cannot read no\\x1b[31m\\nsuch: No such file or directory\n"
+    assert capsys.readouterr() == ("", expected)
+
+
+def test_tokens_of_a_tree_need_not_be_text() -> None:
+    done = invoke("tree", "--parents", "-1,0", "--tokens", "\udcff,é", "--json")
+    assert [node["token"] for node in json.loads(done.stdout)["nodes"]] == ["\udcff", "é"]
+
+
+def test_a_prompt_is_text(folder: str) -> None:
+    done = invoke("generate", "\udcff", "--model", folder)
+    assert isinstance(done.exception, CommandError)
+    assert str(done.exception) == r"PROMPT must be UTF-8 text, got '\udcff'"
+
+
 def test_a_chat_needs_a_template(folder: str) -> None:
     done = generated(folder, "--chat")
     assert isinstance(done.exception, CommandError)

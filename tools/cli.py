@@ -12,7 +12,7 @@ from torchvm.tools.bench.command import bench
 from torchvm.tools.dump import dump
 from torchvm.tools.env import env
 from torchvm.tools.generate import generate
-from torchvm.tools.messages import CommandError
+from torchvm.tools.messages import CommandError, one_line
 from torchvm.tools.plan import plan
 from torchvm.tools.reasons import reasons
 from torchvm.tools.tree import tree
@@ -66,7 +66,7 @@ def main() -> None:
     try:
         app()
     except CommandError as error:
-        typer.echo(f"torchvm: {error}", err=True)
+        typer.echo(f"torchvm: {one_line(str(error))}", err=True)
         sys.exit(2)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CommandError", "printable", "progress"]
+__all__ = ["CommandError", "one_line", "printable", "progress"]
 
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -28,6 +28,11 @@ def printable(text: str) -> str:
     Line feeds and tabs stay. Halves of surrogate pairs, which no file takes, are written out too.
     """
     return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """Show what cannot be printed, line feeds too, as Python writes it."""
+    return printable(text).replace("\n", "\\n")
 
 
 @contextmanager
