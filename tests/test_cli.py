@@ -92,6 +92,10 @@ def test_version() -> None:
     [
         ("generate",),
         ("generate", "x", "--topk", "0"),
+        ("generate", "x", "--topk", "1025"),
+        ("generate", "x", "--depth", "1025"),
+        ("generate", "x", "--threads", "1025"),
+        ("generate", "x", "--seed", str(1 << 63)),
         ("generate", "x", "--inner", "tvm"),
         ("generate", "x", "--nonsense"),
         ("dump",),

@@ -248,7 +248,7 @@ def test_the_models_own_layers_draft() -> None:
     assert found["equals_plain"] is True
     # The small model has two layers: all of it drafts what it accepts.
     assert found["accepted_per_step"] > 1.5
-    assert "the first 1 layers: topk 2" in generated("--no-compare", "--draft-layers", "1")
+    assert "the first 1 layer: topk 2" in generated("--no-compare", "--draft-layers", "1")
 
 
 @pytest.mark.parametrize(
@@ -265,6 +265,7 @@ def test_the_models_own_layers_draft() -> None:
         (("--temperature", "1", "--check"), "--check compares greedy tokens"),
         (("--temperature", "1", "--top-p", "0"), "top_p must be in (0, 1], got 0.0"),
         (("--draft-layers", "3"), "num_layers must be 1 to the model's 2, got 3"),
+        (("--temperature", "inf"), "--temperature must be finite, got inf"),
         (("--stop", ""), "--stop must be a text, got an empty one"),
         (("--max-context-len", "9000"), "max_context_len must be at most the model's 8192"),
         (("--chat",), "--chat needs a model with a chat template: use --raw"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
@@ -17,6 +18,7 @@ __all__ = ["generate"]
 
 
 _BATCH = 8
+_NODES = 1024
 
 
 class MaskModeName(StrEnum):
@@ -66,11 +68,14 @@ def generate(
         ),
     ] = None,
     topk: Annotated[
-        int, typer.Option(min=1, help="Most children of a node; 1 drafts a chain.")
+        int,
+        typer.Option(min=1, max=_NODES, help="Most children of a node; 1 drafts a chain."),
     ] = 2,
-    depth: Annotated[int, typer.Option(min=1, help="Most drafted tokens on a path.")] = 4,
+    depth: Annotated[
+        int, typer.Option(min=1, max=_NODES, help="Most drafted tokens on a path.")
+    ] = 4,
     num_draft_tokens: Annotated[
-        int, typer.Option(min=2, max=1024, help="Nodes of a tree, root included.")
+        int, typer.Option(min=2, max=_NODES, help="Nodes of a tree, root included.")
     ] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     max_context_len: Annotated[
@@ -88,7 +93,8 @@ def generate(
         Inner, typer.Option(help="What compiles the graph after torchvm's passes.")
     ] = Inner.inductor,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads; by default one per available core.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Threads; by default one per available core."),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -116,7 +122,7 @@ def generate(
     top_k: Annotated[
         int, typer.Option(min=0, help="Sample among so many tokens; 0: among all.")
     ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the samples.")] = 0,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="End where this text comes up; may be given several times."),
@@ -153,6 +159,8 @@ def generate(
         raise CommandError("--stream prints text: leave --json out")
     if any(not text for text in stop or ()):
         raise CommandError("--stop must be a text, got an empty one")
+    if not math.isfinite(temperature):
+        raise CommandError(f"--temperature must be finite, got {temperature}")
     if temperature == 0 and (top_p, top_k) != (1.0, 0):
         raise CommandError("--top-p and --top-k need --temperature: 0 decodes greedily")
     if check and temperature > 0:
@@ -161,7 +169,7 @@ def generate(
         raise CommandError("--check needs plain decoding: leave --no-compare out")
     if record is not None:
         refuse_unwritable(record)
-    texts = [prompt or ""] if prompts_file is None else read_prompts(prompts_file)
+    texts = [_text(prompt or "")] if prompts_file is None else read_prompts(prompts_file)
     with progress("Loading the model"):
         lm, tokenizer = small_model(backend) if model == SMALL else load_model(model)
     recorder = None if record is None else Recorder(tokenizer.decode)
@@ -204,6 +212,14 @@ def generate(
         write_file(record, recorder.content(header))
     if check and not outcome.agrees:
         raise typer.Exit(1)
+
+
+def _text(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise CommandError(f"PROMPT must be UTF-8 text, got {prompt!r}") from error
+    return prompt
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, chat: bool | None) -> list[int]:
