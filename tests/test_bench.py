@@ -183,7 +183,9 @@ def test_rounding_is_no_difference_and_more_is() -> None:
     (case, *_) = attention.cases(attention.QUICK)
     assert measure(_planted(case, lambda out: out + 1e-7), QUICK).differing == ()
     assert measure(_planted(case, lambda out: out + 1e-3), QUICK).differing == ("planted",)
-    assert measure(_planted(case, torch.zeros_like), QUICK).differing == ("planted",)
+    row = measure(_planted(case, torch.zeros_like), QUICK)
+    assert row.differing == ("planted",)
+    assert list(row.times) == [contender.name for contender in case.contenders]
 
 
 def test_identical() -> None:
