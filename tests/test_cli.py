@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,6 @@ from torchvm.tools.messages import CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "torchvm.tools.cli"]
 COMMANDS = [
@@ -81,6 +81,23 @@ def test_every_command_has_an_example() -> None:
         done = invoke(command, "--help")
         assert done.exit_code == 0
         assert f"Example: torchvm {command}" in done.stdout
+
+
+def test_help_says_of_each_command_what_it_is_for() -> None:
+    shown = invoke("--help").stdout.partition("Commands:")[2]
+    assert "..." not in shown
+    places = [shown.index(f"\n  {name} ") for name in COMMANDS]
+    assert places == sorted(places)
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "reasons", "ELIDED"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "torchvm: cannot write the output: No space left on device\n"
 
 
 def test_version() -> None:

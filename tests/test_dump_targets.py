@@ -184,6 +184,7 @@ def test_a_file_named_as_a_module_does_not_take_its_place(tmp_path: Path) -> Non
         (("hf:",), "hf: must be followed by a folder with a config.json or by a config class"),
         (("hf:NoConfig",), "got 'NoConfig'"),
         (("hf:T5Config",), "hf: must be a causal language model, got a T5Config"),
+        (("hf:BertConfig",), "hf: must be a causal language model, got a BertConfig"),
         (("hf:tests",), "tests must hold a config.json"),
         (("hf:LlamaConfig", "--dynamic"), "a verify step has static shapes"),
         (("hf:MambaConfig",), "hf:MambaConfig cannot be traced: "),

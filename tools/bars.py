@@ -158,7 +158,9 @@ def _scale(axes: Axes, panel: Panel) -> None:
     low, high = min(values) / 3, max(values)
     axes.set_xscale("log")
     axes.set_xlim(low, high * (high / low) ** 0.15)
-    axes.xaxis.set_major_locator(LogLocator(base=panel.base))
+    # Powers alone leave a short axis with one tick or none.
+    subs = (1.0, 2.0, 5.0) if panel.base == 10 and high / low < 100 else (1.0,)
+    axes.xaxis.set_major_locator(LogLocator(base=panel.base, subs=subs))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: panel.ticks(value)))
     axes.tick_params(axis="x", labelsize=8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Annotated
 
@@ -48,17 +50,34 @@ def _options(
 
 
 app.command(
-    epilog="Example: torchvm generate --topk 2 --depth 4 --check 'List three colours, twice.'"
+    short_help="Decode with draft trees, and see what became of the mask.",
+    epilog="Example: torchvm generate --topk 2 --depth 4 --check 'List three colours, twice.'",
 )(generate)
-app.command(epilog="Example: torchvm env --json")(env)
-app.command(epilog='Example: torchvm tree --parents "-1,0,0,1,1,2" --mode all')(tree)
-app.command(epilog="Example: torchvm dump hf:LlamaConfig --max-bs 256 --max-context-len 1Mi")(dump)
 app.command(
+    short_help="What becomes of every verify mask of a graph.",
+    epilog="Example: torchvm dump hf:LlamaConfig --max-bs 256 --max-context-len 1Mi",
+)(dump)
+app.command(
+    short_help="Bytes of a verify mask in every layout.",
     epilog="Example: torchvm plan --max-bs 256 --num-draft-tokens 4 --max-context-len 1Mi "
-    "--ranks 8 --kv-cache 80Gi --bandwidth 4.8T"
+    "--ranks 8 --kv-cache 80Gi --bandwidth 4.8T",
 )(plan)
-app.command(epilog="Example: torchvm bench tree mask --peers --json")(bench)
-app.command(epilog="Example: torchvm reasons NO_CONTRACT")(reasons)
+app.command(
+    short_help="Draw a draft tree: mask, positions, links, bytes.",
+    epilog='Example: torchvm tree --parents "-1,0,0,1,1,2" --mode all',
+)(tree)
+app.command(
+    short_help="What a reason code means, and what helps.",
+    epilog="Example: torchvm reasons NO_CONTRACT",
+)(reasons)
+app.command(
+    short_help="Measure beside floors and peers of the same results.",
+    epilog="Example: torchvm bench tree mask --peers --json",
+)(bench)
+app.command(
+    short_help="Versions and machine, for a report of a problem.",
+    epilog="Example: torchvm env --json",
+)(env)
 
 
 def main() -> None:
@@ -68,6 +87,13 @@ def main() -> None:
     except CommandError as error:
         typer.echo(f"torchvm: {one_line(str(error))}", err=True)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        typer.echo(f"torchvm: cannot write the output: {error.strerror}", err=True)
+        # Python would try to write the rest once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

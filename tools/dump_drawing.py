@@ -101,8 +101,11 @@ def _height(row: NodeRow) -> int:
 
 def _lines(row: NodeRow) -> list[str]:
     size = f"{size_text(row.nbytes)} B" if row.nbytes is not None else ""
-    about = " ".join(filter(None, (row.output, size)))
-    return [row.op, *filter(None, (f"%{row.name} {about}".strip(), mask_text(row)))]
+    about = " ".join(filter(None, (f"%{row.name}", row.output)))
+    whole = f"{about} {size}".strip()
+    # A size is never cut off.
+    result = [whole] if len(whole) <= _CHARACTERS else [about, size]
+    return [row.op, *filter(None, (*result, mask_text(row)))]
 
 
 def _svg(

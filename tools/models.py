@@ -183,7 +183,10 @@ def model_config(name: str) -> Any:
                 f"transformers (hf:LlamaConfig), got {name!r}"
             )
         config = made(**SMALL_SIZES)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    both_ways = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(
+        config, "is_decoder", False
+    )
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or both_ways:
         kind = type(config).__name__
         raise CommandError(f"hf: must be a causal language model, got a {kind}")
     return config

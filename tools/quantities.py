@@ -49,7 +49,8 @@ def format_count(number: int) -> str:
 def format_bytes(number: float) -> str:
     """Write bytes to three digits, in units of two from 1 Ki on: `512 B`, `1.00 GiB`."""
     for unit in ("Ti", "Gi", "Mi", "Ki"):
-        if number >= _UNITS[unit]:
+        # What would round to 1,024 of a unit is 1 of the next.
+        if number >= _UNITS[unit] * 1023.5 / 1024:
             value = number / _UNITS[unit]
             return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}B"
     return f"{number:,.0f} B"
