@@ -26,6 +26,9 @@ class HeadDrafter(BeamDrafter):
     A `HiddenDrafter`: the decoder hands the states over, and they are kept by position, beside
     the head's own caches. The head runs eagerly and reads each committed token once. A level costs
     one forward: of one token where `topk` is 1 and the head has one level, else of all above it.
+    States take batch_size * capacity * hidden_size elements of the head's dtype for each of its
+    levels, where the capacity is `max_context_len` and the nodes of a draft.
+
     A request that is not longer than the head has levels drafts nothing, since an entry needs a
     state before it.
 
