@@ -48,7 +48,7 @@ def test_the_verify_step_of_a_config_class_at_any_size() -> None:
     ops = [row["op"] for row in graph["after"]]
     assert ops.count("torchvm::tree_attention") == 2
     assert ops[-4:] == ["torchvm::verify_tree_greedy", "getitem", "getitem", "getitem"]
-    assert all(row["output"].endswith("@cuda") for row in graph["after"])
+    assert all(row["output"].endswith("@cuda:0") for row in graph["after"])
     assert graph["findings"] == []
 
 
@@ -79,7 +79,7 @@ def test_a_function_is_called_on_fakes_at_the_sizes_given() -> None:
     (plan,) = graph["plans"]
     assert (plan["declared_bytes"], plan["final_bytes"]) == (FULL_BYTES, 256 * 8 * 8)
     (mask,) = [row for row in graph["before"] if row["nbytes"] == FULL_BYTES and not row["takes"]]
-    assert (mask["role"], mask["output"]) == ("mask", f"bool[{FULL_BYTES}] @cuda")
+    assert (mask["role"], mask["output"]) == ("mask", f"bool[{FULL_BYTES}] @cuda:0")
 
 
 def test_a_function_is_traced_with_symbolic_sizes_and_keyword_arguments() -> None:

@@ -138,8 +138,10 @@ def traced_device(device: str | None) -> str:
 
 
 def shown_device(device: str | None) -> str:
-    """What CPU tensors of a trace are shown on."""
-    return "" if device is None or traced_device(device) == device else device
+    """What CPU tensors of a trace are shown on, as a torch with CUDA names it."""
+    if device is None or traced_device(device) == device:
+        return ""
+    return "cuda:0" if device == "cuda" else device
 
 
 def _load(request: Request, sizes: dict[str, int], making: Any) -> Loaded:
