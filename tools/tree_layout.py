@@ -301,14 +301,15 @@ def _complaint(why: str, run: list[Node]) -> str:
     """Of adjacent nodes that lack their parents for the same reason."""
     first, last = run[0], run[-1]
     if len(run) == 1:
-        who, they, themselves = f"node {first.node}", "it hangs from nobody, attends", "itself"
+        who, they = f"node {first.node}", "it hangs from nobody, attends"
+        themselves, them = "itself", "it"
     else:
         joined = "and" if len(run) == 2 else "to"
         who = f"nodes {first.node} {joined} {last.node}"
-        they, themselves = "they hang from nobody, attend", "themselves"
+        they, themselves, them = "they hang from nobody, attend", "themselves", "them"
     others = sorted({j for node in run for j in node.attends} - {0, *(n.node for n in run)})
     seen = f"the root, {', '.join(map(str, others))}" if others else "the root"
     return (
         f"{who}: {why}, so it is not found: {they} {seen} and {themselves} alone, and no list of "
-        "children has them".replace("them", "it" if len(run) == 1 else "them")
+        f"children has {them}"
     )
